@@ -1,0 +1,118 @@
+//! What is wrong with a configuration, found before a request is served.
+
+use std::fmt;
+
+use crate::quota::QuotaError;
+
+/// A setting that cannot be used; its text names the place, the reason and the allowed values.
+///
+/// Returned by every `try_` constructor. The twins without `try_` panic with the same text.
+///
+/// # Example
+///
+/// ```
+/// use tower_token_bucket::{ConfigError, Quota};
+///
+/// let error: ConfigError = Quota::try_per_second(0).unwrap_err();
+/// assert_eq!(error.to_string(), "refill is 0: allowed are 1 to 1099511627776 tokens per period");
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// A quota that is zero, too large, or that integers cannot hold exactly.
+    Quota(QuotaError),
+    /// A limit's name outside `[A-Za-z0-9._-]{1,64}`.
+    LimitName {
+        /// The name as given.
+        name: String,
+    },
+    /// Two limits of one layer whose names are equal when case is ignored.
+    DuplicateLimit {
+        /// The name as given the second time.
+        name: String,
+    },
+    /// A layer without a limit.
+    NoLimit,
+    /// An entry of a cost table that is not `"METHOD /template"`, `"* /template"` or `"/template"`.
+    Route {
+        /// The entry as given.
+        route: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A cost that its limit's capacity can never pay.
+    CostAboveCapacity {
+        /// The limit's name.
+        limit: String,
+        /// The entry of the cost table, or `"the default cost"`.
+        entry: String,
+        /// The cost, in tokens.
+        cost: u64,
+        /// The limit's capacity, in tokens.
+        capacity: u64,
+    },
+    /// An IPv6 prefix length outside 32 to 128.
+    Ipv6Prefix {
+        /// The length as given, in bits.
+        bits: u8,
+    },
+    /// A `share` of 0: the local bucket gets one n-th of the quota, n from 1.
+    Share,
+    /// A deadline of zero.
+    Deadline,
+    /// A header name that is not one.
+    HeaderName {
+        /// The name as given.
+        name: String,
+    },
+    /// A setting of a configuration file.
+    Setting {
+        /// The setting's place, such as `limits[0].per`.
+        key: String,
+        /// What is wrong with it, and what is allowed.
+        reason: String,
+    },
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Quota(error) => error.fmt(f),
+            Self::LimitName { name } => {
+                write!(f, "limit name {name:?} is not allowed: 1 to 64 of A-Z a-z 0-9 . _ - are")
+            }
+            Self::DuplicateLimit { name } => {
+                write!(f, "limit name {name:?} is used twice: names differ by more than case within one layer")
+            }
+            Self::NoLimit => f.write_str("there is no limit: a layer has at least one"),
+            Self::Route { route, reason } => write!(f, "route {route:?} is not allowed: {reason}"),
+            Self::CostAboveCapacity { limit, entry, cost, capacity } => write!(
+                f,
+                "cost {cost} of {entry} is above the capacity {capacity} of limit {limit:?}: \
+                 it could never pass, allowed are 0 to {capacity}"
+            ),
+            Self::Ipv6Prefix { bits } => write!(f, "ipv6_prefix {bits} is not allowed: 32 to 128 bits are"),
+            Self::Share => f.write_str("share 0 is not allowed: 1 or more is (one n-th of the quota)"),
+            Self::Deadline => f.write_str("deadline 0 is not allowed: any longer time is"),
+            Self::HeaderName { name } => write!(f, "{name:?} is not the name of an HTTP header"),
+            Self::Setting { key, reason } => write!(f, "{key}: {reason}"),
+        }
+    }
+}
+
+impl std::error::Error for ConfigError {}
+
+impl From<QuotaError> for ConfigError {
+    fn from(error: QuotaError) -> Self {
+        Self::Quota(error)
+    }
+}
+
+/// The panicking twin of a `try_` function: its caller is named, with the error's own text.
+#[track_caller]
+pub(crate) fn or_panic<T>(result: Result<T, ConfigError>) -> T {
+    match result {
+        Ok(value) => value,
+        Err(error) => panic!("{error}"),
+    }
+}

@@ -1,0 +1,165 @@
+//! The fields that tell a client how much is left: draft-ietf-httpapi-ratelimit-headers-11, or the older `X-RateLimit-*`.
+
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use http::header::{HeaderName, RETRY_AFTER};
+use http::{HeaderMap, HeaderValue};
+use smallvec::SmallVec;
+
+use crate::decision::{Decision, Outcome};
+use crate::quota::Quota;
+use crate::text::Text;
+
+/// Which fields tell a client how much is left. `Retry-After` is sent with every style.
+///
+/// # Example
+///
+/// ```
+/// use tower_token_bucket::{HeaderStyle, Limit, MemoryStore, Quota, TokenBucketLayer};
+///
+/// let layer = TokenBucketLayer::new(MemoryStore::new(), Limit::new("per-address", Quota::per_second(10)))
+///     .headers(HeaderStyle::Legacy);
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum HeaderStyle {
+    /// `RateLimit-Policy: "per-key";q=100;w=10` and `RateLimit: "per-key";r=99;t=10`, a list with an item for each limit:
+    /// capacity and seconds to fill it, tokens left and seconds until they are worth waiting for
+    /// ([draft 11](https://datatracker.ietf.org/doc/draft-ietf-httpapi-ratelimit-headers/11/)).
+    #[default]
+    Draft11,
+    /// `X-RateLimit-Limit`, `X-RateLimit-Remaining` and `X-RateLimit-Reset` of the limit that binds: capacity, tokens
+    /// left, and the time at which the bucket is full in seconds since 1970.
+    Legacy,
+    /// The same, with `X-RateLimit-Reset` in seconds from now.
+    LegacyDelta,
+    /// None of them.
+    Off,
+}
+
+/// `RateLimit-Policy`.
+pub const RATELIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
+/// `RateLimit`.
+pub const RATELIMIT: HeaderName = HeaderName::from_static("ratelimit");
+/// `X-RateLimit-Limit`.
+pub const X_RATELIMIT_LIMIT: HeaderName = HeaderName::from_static("x-ratelimit-limit");
+/// `X-RateLimit-Remaining`.
+pub const X_RATELIMIT_REMAINING: HeaderName = HeaderName::from_static("x-ratelimit-remaining");
+/// `X-RateLimit-Reset`.
+pub const X_RATELIMIT_RESET: HeaderName = HeaderName::from_static("x-ratelimit-reset");
+
+/// Every field that the layer may set and that scripts of another origin can only read when CORS exposes it.
+///
+/// # Example
+///
+/// ```
+/// use tower_http::cors::CorsLayer;
+/// use tower_token_bucket::headers::EXPOSE_HEADERS;
+///
+/// let cors = CorsLayer::new().expose_headers(EXPOSE_HEADERS);
+/// ```
+pub const EXPOSE_HEADERS: [HeaderName; 6] =
+    [RETRY_AFTER, RATELIMIT_POLICY, RATELIMIT, X_RATELIMIT_LIMIT, X_RATELIMIT_REMAINING, X_RATELIMIT_RESET];
+
+/// Whole seconds, rounded up, at least 1.
+pub(crate) fn seconds(wait: Duration) -> u64 {
+    (wait.as_secs() + u64::from(wait.subsec_nanos() > 0)).max(1)
+}
+
+/// The w of a quota: seconds in which an empty bucket fills.
+fn window(quota: &Quota) -> u64 {
+    (quota.full() as u64).div_ceil(quota.tokens() * 1_000_000).max(1)
+}
+
+/// The t of an outcome that has `remaining` tokens: its own wait where it refuses, else the time in which what is left
+/// refills, or the time to the next token where nothing is left.
+fn time(outcome: &Outcome, remaining: u64) -> u64 {
+    let wait = if outcome.refuses() {
+        outcome.retry_after()
+    } else if remaining > 0 {
+        // Below 2^51 units.
+        let units = remaining * outcome.quota().per_us();
+        return units.div_ceil(outcome.quota().tokens() * 1_000_000).max(1);
+    } else {
+        outcome.next_token_after()
+    };
+    wait.map_or(1, seconds)
+}
+
+/// Sets the fields of `style`. Those that an inner layer has set are kept; the lists are appended to.
+pub(crate) fn write_fields(headers: &mut HeaderMap, decision: &Decision, style: HeaderStyle) {
+    match style {
+        HeaderStyle::Draft11 => write_draft_11(headers, decision),
+        HeaderStyle::Legacy => write_legacy(headers, decision, true),
+        HeaderStyle::LegacyDelta => write_legacy(headers, decision, false),
+        HeaderStyle::Off => {}
+    }
+}
+
+fn write_draft_11(headers: &mut HeaderMap, decision: &Decision) {
+    let enforced = || decision.outcomes().iter().filter(|outcome| !outcome.is_shadow());
+    append(
+        headers,
+        RATELIMIT_POLICY,
+        enforced().map(|outcome| {
+            let (q, w) = (outcome.quota().capacity(), window(&outcome.quota()));
+            item(outcome.limit()).str(";q=").number(q.into()).str(";w=").number(w.into())
+        }),
+    );
+    append(
+        headers,
+        RATELIMIT,
+        enforced().filter_map(|outcome| {
+            let r = outcome.remaining()?;
+            Some(item(outcome.limit()).str(";r=").number(r.into()).str(";t=").number(time(outcome, r).into()))
+        }),
+    );
+}
+
+/// A string of RFC 9651: names have no character that would have to be escaped.
+fn item(name: &str) -> Text<128> {
+    Text::new().str("\"").str(name).str("\"")
+}
+
+/// Appends items to the list in `name`, in one line.
+fn append(headers: &mut HeaderMap, name: HeaderName, items: impl Iterator<Item = Text<128>>) {
+    let mut list: SmallVec<[u8; 256]> = SmallVec::new();
+    for line in headers.get_all(&name) {
+        join(&mut list, line.as_bytes());
+    }
+    let before = list.len();
+    for item in items {
+        join(&mut list, item.as_bytes());
+    }
+    if list.len() > before
+        && let Ok(value) = HeaderValue::from_bytes(&list)
+    {
+        headers.insert(name, value);
+    }
+}
+
+fn join(list: &mut SmallVec<[u8; 256]>, item: &[u8]) {
+    if !list.is_empty() {
+        list.extend_from_slice(b", ");
+    }
+    list.extend_from_slice(item);
+}
+
+fn write_legacy(headers: &mut HeaderMap, decision: &Decision, since_1970: bool) {
+    let Some(outcome) = decision.bound() else { return };
+    let (Some(remaining), Some(reset_after)) = (outcome.remaining(), outcome.reset_after()) else { return };
+    let reset = if since_1970 {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        now + reset_after
+    } else {
+        reset_after
+    };
+    let reset = reset.as_secs() + u64::from(reset.subsec_nanos() > 0);
+    for (name, number) in [
+        (X_RATELIMIT_LIMIT, outcome.quota().capacity()),
+        (X_RATELIMIT_REMAINING, remaining),
+        (X_RATELIMIT_RESET, reset),
+    ] {
+        headers.entry(name).or_insert_with(|| HeaderValue::from(number));
+    }
+}

@@ -1,0 +1,303 @@
+//! Whose bucket a request is charged to.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::sync::Arc;
+
+use http::header::{AUTHORIZATION, HeaderName};
+use http::request::Parts;
+
+use crate::error::{ConfigError, or_panic};
+
+/// Instances have to agree on the name of a bucket, so the key of the hash is a constant. It keeps credentials and
+/// foreign text out of what is stored and gives them a fixed length; a store that is shared with strangers adds a
+/// secret of its own.
+const HASH_KEY: &[u8; 32] = b"tower-token-bucket v1 bucket key";
+
+/// The keyed 128-bit hash under which credentials and foreign text are known.
+pub(crate) fn hash_128(text: &[u8]) -> [u8; 16] {
+    let mut short = [0; 16];
+    short.copy_from_slice(&blake3::keyed_hash(HASH_KEY, text).as_bytes()[..16]);
+    short
+}
+
+/// Names a bucket, together with a limit's name. It has a fixed size: text from outside is only ever held as a keyed
+/// 128-bit hash.
+///
+/// [`Display`](fmt::Display) writes the name as stores do: `ip:203.0.113.9`, `ip:2001:db8::/64`, `key:<32 hex>`,
+/// `id:<32 hex>` or `global`. [`Debug`] shows the kind only.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct BucketKey(Identity);
+
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+enum Identity {
+    Global,
+    V4(Ipv4Addr),
+    V6(Ipv6Addr, u8),
+    Key([u8; 16]),
+    Id([u8; 16]),
+}
+
+impl BucketKey {
+    /// The one bucket that all requests share.
+    #[must_use]
+    pub const fn global() -> Self {
+        Self(Identity::Global)
+    }
+
+    /// The bucket of a client address. An IPv4-mapped IPv6 address is its IPv4 address; of an IPv6 address the first
+    /// 64 bits count, since a client commonly holds all addresses below them.
+    #[must_use]
+    pub const fn ip(address: IpAddr) -> Self {
+        Self::ip_prefix(address, 64)
+    }
+
+    /// The bucket of a client address, of whose first `bits` bits count if it is IPv6.
+    pub(crate) const fn ip_prefix(address: IpAddr, bits: u8) -> Self {
+        match address.to_canonical() {
+            IpAddr::V4(address) => Self(Identity::V4(address)),
+            IpAddr::V6(address) => {
+                let host_bits = 128 - if bits > 128 { 128 } else { bits as u32 };
+                let mask = if host_bits == 128 { 0 } else { u128::MAX << host_bits };
+                Self(Identity::V6(Ipv6Addr::from_bits(address.to_bits() & mask), bits))
+            }
+        }
+    }
+
+    /// The bucket of a credential, which is kept as a keyed hash only.
+    #[must_use]
+    pub fn credential(credential: impl AsRef<[u8]>) -> Self {
+        Self(Identity::Key(hash_128(credential.as_ref())))
+    }
+
+    /// The bucket of any other identity: a user, a tenant, an endpoint. The text is kept as a keyed hash only.
+    #[must_use]
+    pub fn id(id: impl AsRef<[u8]>) -> Self {
+        Self(Identity::Id(hash_128(id.as_ref())))
+    }
+}
+
+impl fmt::Display for BucketKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            Identity::Global => f.write_str("global"),
+            Identity::V4(address) => write!(f, "ip:{address}"),
+            Identity::V6(network, bits) => write!(f, "ip:{network}/{bits}"),
+            Identity::Key(hash) => write!(f, "key:{:032x}", u128::from_be_bytes(*hash)),
+            Identity::Id(hash) => write!(f, "id:{:032x}", u128::from_be_bytes(*hash)),
+        }
+    }
+}
+
+impl fmt::Debug for BucketKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = match self.0 {
+            Identity::Global => "global",
+            Identity::V4(..) | Identity::V6(..) => "ip",
+            Identity::Key(..) => "key",
+            Identity::Id(..) => "id",
+        };
+        write!(f, "BucketKey({kind})")
+    }
+}
+
+/// Why a request has no bucket key.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum NoKey {
+    /// There is no accepted credential in the named header: answered with 401.
+    Credential(HeaderName),
+    /// A closure found no identity: answered with 401.
+    Identity,
+    /// The server did not put the peer's address into the request's extensions: a fault of the configuration, answered
+    /// with 503.
+    Peer,
+}
+
+/// Finds the bucket key of a request.
+///
+/// Implemented by [`ClientIp`](crate::ClientIp), [`ApiKey`], [`Global`], by `a.or(b)`, and by closures from
+/// `&http::request::Parts` to `Option<BucketKey>`.
+///
+/// # Example
+///
+/// ```
+/// use http::request::Parts;
+/// use tower_token_bucket::{BucketKey, Limit, Quota};
+///
+/// struct Tenant(u64);
+/// let limit = Limit::new("per-tenant", Quota::per_minute(600))
+///     .key_by(|parts: &Parts| parts.extensions.get::<Tenant>().map(|tenant| BucketKey::id(tenant.0.to_le_bytes())));
+/// ```
+pub trait KeyExtractor: Send + Sync + 'static {
+    /// Finds the bucket key.
+    ///
+    /// # Errors
+    ///
+    /// [`NoKey`] says why there is none: the request is then refused.
+    fn extract(&self, parts: &Parts) -> Result<BucketKey, NoKey>;
+
+    /// Asks `other` where this extractor finds no key.
+    #[must_use]
+    fn or<K: KeyExtractor>(self, other: K) -> Or<Self, K>
+    where
+        Self: Sized,
+    {
+        Or { first: self, second: other }
+    }
+}
+
+impl<F> KeyExtractor for F
+where
+    F: Fn(&Parts) -> Option<BucketKey> + Send + Sync + 'static,
+{
+    fn extract(&self, parts: &Parts) -> Result<BucketKey, NoKey> {
+        self(parts).ok_or(NoKey::Identity)
+    }
+}
+
+/// One extractor, then another: what [`KeyExtractor::or`] returns.
+#[derive(Clone, Debug)]
+pub struct Or<A, B> {
+    first: A,
+    second: B,
+}
+
+impl<A: KeyExtractor, B: KeyExtractor> KeyExtractor for Or<A, B> {
+    fn extract(&self, parts: &Parts) -> Result<BucketKey, NoKey> {
+        self.first.extract(parts).or_else(|why| {
+            self.second.extract(parts).map_err(|other| {
+                // A fault of the configuration matters more than what the client left out.
+                if other == NoKey::Peer { other } else { why }
+            })
+        })
+    }
+}
+
+/// All requests share one bucket.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Global;
+
+impl KeyExtractor for Global {
+    fn extract(&self, _: &Parts) -> Result<BucketKey, NoKey> {
+        Ok(BucketKey::global())
+    }
+}
+
+type Accepts = dyn Fn(&str) -> bool + Send + Sync;
+
+/// A credential longer than this counts as none, in bytes.
+const CREDENTIAL_MAX: usize = 512;
+
+/// Keys buckets by an API key in a request header.
+///
+/// A header that is missing, empty, doubled, longer than 512 bytes or not text counts as no key: the next extractor of
+/// [`or`](KeyExtractor::or) is asked, and without one the answer is 401. In `Authorization` the key is what follows
+/// `Bearer`, in any case and with any number of spaces.
+///
+/// # Example
+///
+/// ```
+/// use tower_token_bucket::{ApiKey, ClientIp, KeyExtractor, Limit, Quota};
+///
+/// let limit = Limit::new("per-key", Quota::per_second(10))
+///     .key_by(ApiKey::verified("x-api-key", |key| key == "alpha" || key == "beta").or(ClientIp::peer()));
+/// ```
+#[derive(Clone)]
+pub struct ApiKey {
+    header: HeaderName,
+    accepts: Option<Arc<Accepts>>,
+}
+
+impl ApiKey {
+    /// Keys by the credential in `header` where `predicate` accepts it. A key that is not accepted counts as none, so
+    /// that made-up keys buy nothing.
+    ///
+    /// # Panics
+    ///
+    /// When `header` is not the name of a header; [`try_verified`](Self::try_verified) returns the error.
+    #[must_use]
+    #[track_caller]
+    pub fn verified(header: &str, predicate: impl Fn(&str) -> bool + Send + Sync + 'static) -> Self {
+        or_panic(Self::try_verified(header, predicate))
+    }
+
+    /// Keys by an accepted credential, like [`verified`](Self::verified).
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::HeaderName`] when `header` is not the name of a header.
+    pub fn try_verified(
+        header: &str,
+        predicate: impl Fn(&str) -> bool + Send + Sync + 'static,
+    ) -> Result<Self, ConfigError> {
+        Ok(Self { header: header_name(header)?, accepts: Some(Arc::new(predicate)) })
+    }
+
+    /// Keys by whatever credential stands in `header`, without asking whether it is a real one.
+    ///
+    /// An attacker who makes up a new key for every request gets a full bucket for every request: the limit does not
+    /// limit him at all, and each key costs the store a bucket. Use it only behind something that has verified the
+    /// key, or beside a second limit that counts by address:
+    ///
+    /// ```
+    /// use tower_token_bucket::{ApiKey, ClientIp, Limit, MemoryStore, Quota, TokenBucketLayer};
+    ///
+    /// let per_key = Limit::new("per-key", Quota::per_second(10)).key_by(ApiKey::unverified("x-api-key"));
+    /// let per_address = Limit::new("per-address", Quota::per_second(50)).key_by(ClientIp::peer());
+    /// let layer = TokenBucketLayer::new(MemoryStore::new(), per_key).and(per_address);
+    /// ```
+    ///
+    /// # Panics
+    ///
+    /// When `header` is not the name of a header; [`try_unverified`](Self::try_unverified) returns the error.
+    #[must_use]
+    #[track_caller]
+    pub fn unverified(header: &str) -> Self {
+        or_panic(Self::try_unverified(header))
+    }
+
+    /// Keys by any credential, like [`unverified`](Self::unverified).
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::HeaderName`] when `header` is not the name of a header.
+    pub fn try_unverified(header: &str) -> Result<Self, ConfigError> {
+        Ok(Self { header: header_name(header)?, accepts: None })
+    }
+
+    fn credential<'a>(&self, parts: &'a Parts) -> Option<&'a str> {
+        let mut lines = parts.headers.get_all(&self.header).iter();
+        let (line, None) = (lines.next()?, lines.next()) else { return None };
+        let text = line.to_str().ok().filter(|text| text.len() <= CREDENTIAL_MAX)?;
+        let key = if self.header == AUTHORIZATION {
+            let (scheme, key) = text.split_once(' ')?;
+            scheme.eq_ignore_ascii_case("bearer").then_some(key)?.trim_matches(' ')
+        } else {
+            text.trim_matches(' ')
+        };
+        (!key.is_empty()).then_some(key)
+    }
+}
+
+fn header_name(name: &str) -> Result<HeaderName, ConfigError> {
+    HeaderName::from_bytes(name.as_bytes()).map_err(|_| ConfigError::HeaderName { name: name.to_owned() })
+}
+
+impl KeyExtractor for ApiKey {
+    fn extract(&self, parts: &Parts) -> Result<BucketKey, NoKey> {
+        self.credential(parts)
+            .filter(|key| self.accepts.as_ref().is_none_or(|accepts| accepts(key)))
+            .map(BucketKey::credential)
+            .ok_or_else(|| NoKey::Credential(self.header.clone()))
+    }
+}
+
+impl fmt::Debug for ApiKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ApiKey")
+            .field("header", &self.header)
+            .field("verified", &self.accepts.is_some())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,286 @@
+//! The response to a request that does not reach the inner service.
+
+use bytes::Bytes;
+use http::header::{CACHE_CONTROL, CONTENT_LENGTH, CONTENT_TYPE, HeaderName, RETRY_AFTER, WWW_AUTHENTICATE};
+use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
+use std::fmt::Write as _;
+use std::time::Duration;
+
+use crate::decision::Decision;
+use crate::headers::{HeaderStyle, seconds, write_fields};
+use crate::key::NoKey;
+use crate::text::Text;
+
+/// Why a request did not reach the inner service, and how it asked.
+#[derive(Clone, Debug)]
+pub struct Rejection {
+    reason: Reason,
+    decision: Decision,
+    head: bool,
+    grpc: Option<HeaderValue>,
+}
+
+/// Why a request did not reach the inner service.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Reason {
+    /// The tokens were not there: 429.
+    Denied,
+    /// The cost is above the capacity, so that no wait helps: 429 without `Retry-After`.
+    TooDear,
+    /// There is no bucket to charge: 401, or 503 for [`NoKey::Peer`].
+    NoKey(NoKey),
+    /// The store failed, under [`OnStoreFailure::Deny`](crate::OnStoreFailure::Deny): 503.
+    StoreFailed {
+        /// When to try again.
+        retry_after: Duration,
+    },
+}
+
+impl Rejection {
+    pub(crate) fn new<B>(reason: Reason, decision: Decision, request: &Request<B>) -> Self {
+        let content_type = request.headers().get(CONTENT_TYPE);
+        let grpc = content_type.filter(|value| value.as_bytes().starts_with(b"application/grpc")).cloned();
+        Self { reason, decision, head: *request.method() == Method::HEAD, grpc }
+    }
+
+    /// Why the request was refused.
+    #[must_use]
+    pub fn reason(&self) -> &Reason {
+        &self.reason
+    }
+
+    /// The decision, with what each limit says.
+    #[must_use]
+    pub fn decision(&self) -> &Decision {
+        &self.decision
+    }
+
+    /// The names of the limits that refuse, in order of declaration.
+    pub fn violated(&self) -> impl Iterator<Item = &str> {
+        self.decision.outcomes().iter().filter(|outcome| outcome.refuses()).map(|outcome| outcome.limit())
+    }
+
+    /// When to try again: `None` when no wait helps.
+    #[must_use]
+    pub fn retry_after(&self) -> Option<Duration> {
+        match self.reason {
+            Reason::StoreFailed { retry_after } => Some(retry_after),
+            Reason::Denied => self.decision.retry_after(),
+            Reason::TooDear | Reason::NoKey(_) => None,
+        }
+    }
+
+    /// The status that says so over HTTP.
+    #[must_use]
+    pub fn status(&self) -> StatusCode {
+        match &self.reason {
+            Reason::Denied | Reason::TooDear => StatusCode::TOO_MANY_REQUESTS,
+            Reason::NoKey(NoKey::Peer) | Reason::StoreFailed { .. } => StatusCode::SERVICE_UNAVAILABLE,
+            Reason::NoKey(NoKey::Credential(_) | NoKey::Identity) => StatusCode::UNAUTHORIZED,
+        }
+    }
+
+    /// Whether the request was `HEAD`, whose response has no body.
+    #[must_use]
+    pub fn is_head(&self) -> bool {
+        self.head
+    }
+
+    /// Whether the request was gRPC: its content type starts with `application/grpc`.
+    #[must_use]
+    pub fn is_grpc(&self) -> bool {
+        self.grpc.is_some()
+    }
+
+    /// The gRPC status: RESOURCE_EXHAUSTED, UNAVAILABLE or UNAUTHENTICATED.
+    fn grpc_status(&self) -> HeaderValue {
+        HeaderValue::from_static(match &self.reason {
+            Reason::Denied | Reason::TooDear => "8",
+            Reason::NoKey(NoKey::Peer) | Reason::StoreFailed { .. } => "14",
+            Reason::NoKey(NoKey::Credential(_) | NoKey::Identity) => "16",
+        })
+    }
+
+    fn title(&self) -> &'static str {
+        match &self.reason {
+            Reason::Denied | Reason::TooDear => "Request cannot be satisfied as assigned quota has been exceeded",
+            Reason::NoKey(NoKey::Peer) => "Service Unavailable",
+            Reason::NoKey(NoKey::Credential(_) | NoKey::Identity) => "Unauthorized",
+            Reason::StoreFailed { .. } => "Request cannot be satisfied due to temporary server capacity constraints",
+        }
+    }
+
+    fn problem_type(&self) -> &'static str {
+        match &self.reason {
+            Reason::Denied | Reason::TooDear => "https://iana.org/assignments/http-problem-types#quota-exceeded",
+            Reason::StoreFailed { .. } => "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity",
+            Reason::NoKey(_) => "about:blank",
+        }
+    }
+
+    fn detail(&self) -> String {
+        match &self.reason {
+            Reason::Denied => {
+                let (limit, cost) = self.decision.bound().map_or(("", 0), |outcome| (outcome.limit(), outcome.cost()));
+                let wait = self.decision.retry_after().map_or(1, seconds);
+                format!("limit {limit} has too few tokens for a cost of {cost}; they are there in {wait} s")
+            }
+            Reason::TooDear => {
+                let (limit, cost, capacity) = self
+                    .decision
+                    .bound()
+                    .map_or(("", 0, 0), |outcome| (outcome.limit(), outcome.cost(), outcome.quota().capacity()));
+                format!("the cost of {cost} is above the capacity of {capacity} of limit {limit}; no wait helps")
+            }
+            Reason::NoKey(NoKey::Credential(header)) => format!("an accepted key in the header {header} is required"),
+            Reason::NoKey(NoKey::Identity) => "the request has no identity to charge".to_owned(),
+            Reason::NoKey(NoKey::Peer) => "the server does not know the address of its peer".to_owned(),
+            Reason::StoreFailed { .. } => "the store of the rate limit does not answer".to_owned(),
+        }
+    }
+
+    /// The body of the default response, RFC 9457. Every text in it is our own or has passed a check, so nothing in it
+    /// has to be escaped.
+    fn problem(&self) -> String {
+        let (kind, title, status) = (self.problem_type(), self.title(), self.status().as_u16());
+        let mut json = format!(r#"{{"type":"{kind}","title":"{title}","status":{status},"detail":"{}""#, self.detail());
+        if matches!(self.reason, Reason::Denied | Reason::TooDear) {
+            json.push_str(r#","violated-policies":["#);
+            for (i, name) in self.violated().enumerate() {
+                let comma = if i == 0 { "" } else { "," };
+                let _ = write!(json, r#"{comma}"{name}""#);
+            }
+            json.push(']');
+        }
+        json.push('}');
+        json
+    }
+
+    /// The response without a body: status, and for gRPC the trailers in the place of headers.
+    fn response<B>(&self, body: B) -> Response<B> {
+        let mut response = Response::new(body);
+        let headers = response.headers_mut();
+        if let Some(content_type) = &self.grpc {
+            headers.insert(CONTENT_TYPE, content_type.clone());
+            headers.insert(GRPC_STATUS, self.grpc_status());
+            if let Ok(message) = HeaderValue::from_str(&self.detail()) {
+                headers.insert(GRPC_MESSAGE, message);
+            }
+            return response;
+        }
+        if let Reason::NoKey(NoKey::Credential(_) | NoKey::Identity) = &self.reason {
+            headers.insert(WWW_AUTHENTICATE, self.challenge());
+        }
+        *response.status_mut() = self.status();
+        response
+    }
+
+    /// RFC 9110, section 11.6.1: a 401 names a scheme. For a header of its own there is no registered one.
+    fn challenge(&self) -> HeaderValue {
+        match &self.reason {
+            Reason::NoKey(NoKey::Credential(header)) if *header != http::header::AUTHORIZATION => {
+                let challenge = format!("ApiKey header=\"{header}\"");
+                HeaderValue::from_str(&challenge).unwrap_or(HeaderValue::from_static("ApiKey"))
+            }
+            _ => HeaderValue::from_static("Bearer"),
+        }
+    }
+}
+
+const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
+const GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
+/// How long a gRPC client is to wait, in milliseconds; negative tells it not to try again (gRFC A6).
+const GRPC_PUSHBACK: HeaderName = HeaderName::from_static("grpc-retry-pushback-ms");
+
+/// Makes the response to a request that does not reach the inner service.
+///
+/// Implemented by [`Problem`] (the default), [`Empty`], and closures from `&Rejection` to `Response<B>`. What the
+/// response sets is kept; the layer adds `Retry-After`, `Cache-Control: no-store` and the RateLimit fields where they
+/// are missing.
+///
+/// # Example
+///
+/// ```
+/// use axum::body::Body;
+/// use http::Response;
+/// use tower_token_bucket::rejection::Rejection;
+/// use tower_token_bucket::{Limit, MemoryStore, Quota, TokenBucketLayer};
+///
+/// let layer = TokenBucketLayer::new(MemoryStore::new(), Limit::new("per-address", Quota::per_second(10)))
+///     .rejection(|rejection: &Rejection| {
+///         let mut response = Response::new(Body::from("slow down"));
+///         *response.status_mut() = rejection.status();
+///         response
+///     });
+/// ```
+pub trait ResponseForRejection<B> {
+    /// Makes the response.
+    fn response_for_rejection(&self, rejection: &Rejection) -> Response<B>;
+}
+
+impl<F, B> ResponseForRejection<B> for F
+where
+    F: Fn(&Rejection) -> Response<B>,
+{
+    fn response_for_rejection(&self, rejection: &Rejection) -> Response<B> {
+        self(rejection)
+    }
+}
+
+/// The default response: `application/problem+json` (RFC 9457), without a body for `HEAD` and gRPC. For bodies that
+/// are `From<Bytes>`, as those of axum and `http-body-util::Full` are.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Problem;
+
+impl<B: From<Bytes>> ResponseForRejection<B> for Problem {
+    fn response_for_rejection(&self, rejection: &Rejection) -> Response<B> {
+        if rejection.is_grpc() {
+            return rejection.response(B::from(Bytes::new()));
+        }
+        let json = rejection.problem();
+        let length = HeaderValue::from(json.len());
+        let body = if rejection.is_head() { Bytes::new() } else { Bytes::from(json) };
+        let mut response = rejection.response(B::from(body));
+        response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
+        // `HEAD` has the length that `GET` would have.
+        response.headers_mut().insert(CONTENT_LENGTH, length);
+        response
+    }
+}
+
+/// A response without a body, for bodies that are only `Default`, as tonic's is.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Empty;
+
+impl<B: Default> ResponseForRejection<B> for Empty {
+    fn response_for_rejection(&self, rejection: &Rejection) -> Response<B> {
+        rejection.response(B::default())
+    }
+}
+
+/// The whole response: what `how` makes of the rejection, with the fields that it left out.
+pub(crate) fn respond<B>(how: &impl ResponseForRejection<B>, rejection: Rejection, style: HeaderStyle) -> Response<B> {
+    let mut response = how.response_for_rejection(&rejection);
+    add_missing(response.headers_mut(), &rejection);
+    write_fields(response.headers_mut(), &rejection.decision, style);
+    response.extensions_mut().insert(rejection.decision);
+    response
+}
+
+fn add_missing(headers: &mut HeaderMap, rejection: &Rejection) {
+    let wait = rejection.retry_after();
+    if rejection.is_grpc() {
+        let pushback = match (wait, &rejection.reason) {
+            (Some(wait), _) => Some(Text::<24>::new().number(wait.as_micros().div_ceil(1000).max(1))),
+            (None, Reason::TooDear) => Some(Text::new().str("-1")),
+            (None, _) => None,
+        };
+        if let Some(value) = pushback.and_then(|text| HeaderValue::from_bytes(text.as_bytes()).ok()) {
+            headers.entry(GRPC_PUSHBACK).or_insert(value);
+        }
+    } else if let Some(wait) = wait {
+        headers.entry(RETRY_AFTER).or_insert_with(|| HeaderValue::from(seconds(wait)));
+    }
+    headers.entry(CACHE_CONTROL).or_insert(HeaderValue::from_static("no-store"));
+}

@@ -1,0 +1,110 @@
+//! From a request to a question for the store.
+
+use std::fmt;
+use std::mem;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use http::{Request, Response};
+use tower_service::Service;
+
+use crate::decision::{Decision, Source, Verdict};
+use crate::future::ResponseFuture;
+use crate::key::NoKey;
+use crate::layer::Shared;
+use crate::limit::Demand;
+use crate::rejection::{Reason, ResponseForRejection};
+use crate::store::Store;
+
+/// The middleware that [`TokenBucketLayer`](crate::TokenBucketLayer) puts around a service.
+///
+/// Readiness is that of the inner service, which is held while the store decides and is free again after a denial or a
+/// drop. Errors are those of the inner service.
+pub struct TokenBucket<S, St, R = crate::rejection::Problem> {
+    inner: S,
+    shared: Arc<Shared<St, R>>,
+}
+
+impl<S, St, R> TokenBucket<S, St, R> {
+    pub(crate) fn new(inner: S, shared: Arc<Shared<St, R>>) -> Self {
+        Self { inner, shared }
+    }
+
+    /// The inner service.
+    pub fn get_ref(&self) -> &S {
+        &self.inner
+    }
+
+    /// The inner service, mutable.
+    pub fn get_mut(&mut self) -> &mut S {
+        &mut self.inner
+    }
+
+    /// The inner service, without the middleware.
+    pub fn into_inner(self) -> S {
+        self.inner
+    }
+}
+
+impl<S, St, R, ReqBody, ResBody> Service<Request<ReqBody>> for TokenBucket<S, St, R>
+where
+    S: Service<Request<ReqBody>, Response = Response<ResBody>> + Clone,
+    St: Store,
+    R: ResponseForRejection<ResBody>,
+{
+    type Response = S::Response;
+    type Error = S::Error;
+    type Future = ResponseFuture<S, St, R, ReqBody>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        self.inner.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: Request<ReqBody>) -> Self::Future {
+        // The service that is ready moves into the future; a clone of it, which is not, stays for the next call.
+        let clone = self.inner.clone();
+        let inner = mem::replace(&mut self.inner, clone);
+
+        let settings = &self.shared.settings;
+        let (parts, body) = request.into_parts();
+        let demand = settings.limits.demand(&parts);
+        let call = (inner, Request::from_parts(parts, body));
+        let shared = Arc::clone(&self.shared);
+        match demand {
+            Demand::Charges(charges) => {
+                let acquire = settings.store.acquire(&charges);
+                ResponseFuture::acquiring(shared, call, acquire, charges)
+            }
+            Demand::Nothing => ResponseFuture::decided(shared, call, Verdict::of(Decision::bare(true, Source::Exempt))),
+            Demand::TooDear(charges) => {
+                let decision = Decision::unasked(&charges);
+                // Only shadow limits: they do not refuse.
+                let verdict = if decision.is_allowed() {
+                    Verdict::of(decision)
+                } else {
+                    Verdict::refused(Reason::TooDear, decision)
+                };
+                ResponseFuture::decided(shared, call, verdict)
+            }
+            Demand::NoKey(why) => {
+                if why == NoKey::Peer {
+                    settings.failures.no_peer();
+                }
+                let decision = Decision::bare(false, Source::Layer);
+                ResponseFuture::decided(shared, call, Verdict::refused(Reason::NoKey(why), decision))
+            }
+        }
+    }
+}
+
+impl<S: Clone, St, R> Clone for TokenBucket<S, St, R> {
+    fn clone(&self) -> Self {
+        Self { inner: self.inner.clone(), shared: Arc::clone(&self.shared) }
+    }
+}
+
+impl<S: fmt::Debug, St, R> fmt::Debug for TokenBucket<S, St, R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TokenBucket").field("inner", &self.inner).finish_non_exhaustive()
+    }
+}

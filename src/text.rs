@@ -1,0 +1,73 @@
+//! Text in a fixed buffer: for header fields without an allocation, and for messages that `const fn` can build.
+
+/// At most `N` bytes of ASCII; what does not fit is cut off.
+#[derive(Clone, Copy)]
+pub(crate) struct Text<const N: usize> {
+    bytes: [u8; N],
+    len: usize,
+}
+
+impl<const N: usize> Text<N> {
+    pub(crate) const fn new() -> Self {
+        Self { bytes: [0; N], len: 0 }
+    }
+
+    /// Appends `part`, which must be ASCII so that a cut cannot split a character.
+    #[must_use]
+    pub(crate) const fn str(mut self, part: &str) -> Self {
+        let part = part.as_bytes();
+        let mut i = 0;
+        while i < part.len() && self.len < N {
+            debug_assert!(part[i].is_ascii());
+            self.bytes[self.len] = part[i];
+            self.len += 1;
+            i += 1;
+        }
+        self
+    }
+
+    /// Appends `number` in decimal digits.
+    #[must_use]
+    pub(crate) const fn number(mut self, number: u128) -> Self {
+        let mut digits = [0; 39];
+        let mut rest = number;
+        let mut start = digits.len();
+        loop {
+            start -= 1;
+            digits[start] = b'0' + (rest % 10) as u8;
+            rest /= 10;
+            if rest == 0 {
+                break;
+            }
+        }
+        while start < digits.len() && self.len < N {
+            self.bytes[self.len] = digits[start];
+            self.len += 1;
+            start += 1;
+        }
+        self
+    }
+
+    pub(crate) const fn as_bytes(&self) -> &[u8] {
+        self.bytes.split_at(self.len).0
+    }
+
+    pub(crate) const fn as_str(&self) -> &str {
+        match std::str::from_utf8(self.as_bytes()) {
+            Ok(text) => text,
+            Err(_) => "",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_and_numbers_are_joined_and_cut_at_the_end() {
+        assert_eq!(Text::<32>::new().str("q=").number(100).str(";w=").number(0).as_str(), "q=100;w=0");
+        assert_eq!(Text::<64>::new().number(u128::MAX).as_str(), u128::MAX.to_string());
+        assert_eq!(Text::<3>::new().str("ab").number(789).as_str(), "ab7");
+    }
+}
