@@ -269,14 +269,21 @@ impl ApiKey {
     fn credential<'a>(&self, parts: &'a Parts) -> Option<&'a str> {
         let mut lines = parts.headers.get_all(&self.header).iter();
         let (line, None) = (lines.next()?, lines.next()) else { return None };
-        let text = line.to_str().ok().filter(|text| text.len() <= CREDENTIAL_MAX)?;
+        let text = line.to_str().ok()?;
         let key = if self.header == AUTHORIZATION {
             let (scheme, key) = text.split_once(' ')?;
             scheme.eq_ignore_ascii_case("bearer").then_some(key)?.trim_matches(' ')
         } else {
             text.trim_matches(' ')
         };
-        (!key.is_empty()).then_some(key)
+        Self::is_credential(key).then_some(key)
+    }
+
+    /// Whether a client could send this text as a key at all.
+    pub(crate) fn is_credential(key: &str) -> bool {
+        (1..=CREDENTIAL_MAX).contains(&key.len())
+            && key.bytes().all(|byte| matches!(byte, b' '..=b'~'))
+            && key.trim_matches(' ') == key
     }
 }
 

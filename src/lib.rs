@@ -24,6 +24,8 @@ pub mod future;
 mod layer;
 mod service;
 
+#[cfg(feature = "serde")]
+pub mod config;
 #[cfg(feature = "conformance")]
 pub mod conformance;
 

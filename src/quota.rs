@@ -301,6 +301,16 @@ impl QuotaError {
         self.nearest
     }
 
+    /// The part that is at fault, as configuration files call it.
+    #[cfg(feature = "serde")]
+    pub(crate) fn place(&self) -> &'static str {
+        match self.fault {
+            Fault::NoCapacity | Fault::Capacity | Fault::Product => "capacity",
+            Fault::NoRefill | Fault::Rate => "refill",
+            Fault::NoPeriod => "per",
+        }
+    }
+
     const fn text(&self) -> Text<320> {
         let text = Text::new();
         let text = match self.fault {

@@ -1,0 +1,142 @@
+//! An API whose requests cost by route. Run with
+//!
+//! ```text
+//! cargo run --example api [-- [--listen 127.0.0.1:0] [--config FILE.toml]]
+//! ```
+//!
+//! Without `--config` it takes `examples/api.toml`. A file that cannot be used ends the program with status 2.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use axum::extract::{Path, State};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use serde_json::{Value, json};
+use tower_token_bucket::config::Config;
+use tower_token_bucket::{MemoryStore, Store, TokenBucketLayer};
+
+/// How often each handler ran.
+#[derive(Default)]
+struct Calls {
+    users: AtomicU64,
+    search: AtomicU64,
+    reports: AtomicU64,
+    health: AtomicU64,
+}
+
+fn app<St: Store>(layer: TokenBucketLayer<St>) -> Router {
+    Router::new()
+        .route("/users/{id}", get(user))
+        .route("/search", get(search))
+        .route("/reports/generate", post(report))
+        .route("/health", get(health))
+        .with_state(Arc::new(Calls::default()))
+        // Last, so that it covers every route above.
+        .layer(layer)
+}
+
+async fn user(State(calls): State<Arc<Calls>>, Path(id): Path<String>) -> Json<Value> {
+    calls.users.fetch_add(1, Relaxed);
+    Json(json!({ "id": id }))
+}
+
+async fn search(State(calls): State<Arc<Calls>>) -> Json<Value> {
+    calls.search.fetch_add(1, Relaxed);
+    Json(json!({ "results": [] }))
+}
+
+async fn report(State(calls): State<Arc<Calls>>) -> Json<Value> {
+    let number = calls.reports.fetch_add(1, Relaxed) + 1;
+    Json(json!({ "report": number }))
+}
+
+async fn health(State(calls): State<Arc<Calls>>) -> Json<Value> {
+    calls.health.fetch_add(1, Relaxed);
+    let counts = BTreeMap::from([
+        ("GET /users/{id}", calls.users.load(Relaxed)),
+        ("GET /search", calls.search.load(Relaxed)),
+        ("POST /reports/generate", calls.reports.load(Relaxed)),
+        ("GET /health", calls.health.load(Relaxed)),
+    ]);
+    Json(json!({ "status": "ok", "calls": counts }))
+}
+
+/// What the command line asks for.
+struct Arguments {
+    listen: Option<SocketAddr>,
+    file: Option<String>,
+}
+
+fn arguments(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
+    const USAGE: &str = "allowed are --listen ADDRESS:PORT and --config FILE.toml";
+    let mut arguments = Arguments { listen: None, file: None };
+    while let Some(word) = words.next() {
+        let mut value = || words.next().ok_or_else(|| format!("{word} needs a value: {USAGE}"));
+        match word.as_str() {
+            "--listen" => {
+                let text = value()?;
+                let address = text.parse().map_err(|_| format!("--listen {text:?} is no address and port: {USAGE}"))?;
+                arguments.listen = Some(address);
+            }
+            "--config" => arguments.file = Some(value()?),
+            _ => return Err(format!("unknown argument {word:?}: {USAGE}")),
+        }
+    }
+    Ok(arguments)
+}
+
+/// The configuration and its layer, or what is wrong, with the file's name in front.
+fn load(file: Option<&str>) -> Result<(Config, TokenBucketLayer<MemoryStore>), String> {
+    let text = match file {
+        Some(file) => std::fs::read_to_string(file).map_err(|error| format!("{file}: {error}"))?,
+        None => include_str!("api.toml").to_owned(),
+    };
+    let file = file.unwrap_or("examples/api.toml");
+    let config: Config = toml::from_str(&text).map_err(|error| format!("{file}{}", place_and_reason(&text, &error)))?;
+    let layer = config.limits().and_then(|limits| TokenBucketLayer::try_new(MemoryStore::new(), limits));
+    let layer = layer.map_err(|error| format!("{file}: {error}"))?.headers(config.headers());
+    Ok((config, layer))
+}
+
+/// The line and the key that an error is about: the rest of the line may hold a credential and is not shown.
+fn place_and_reason(text: &str, error: &toml::de::Error) -> String {
+    let start = error.span().map_or(0, |span| span.start);
+    let before = text.get(..start).unwrap_or_default();
+    let line = before.lines().count().max(1) + usize::from(before.ends_with('\n'));
+    let key = text.lines().nth(line - 1).and_then(|line| line.split_once('=')).map_or("", |(key, _)| key.trim());
+    let colon = if key.is_empty() { "" } else { ": " };
+    format!(":{line}: {key}{colon}{}", error.message())
+}
+
+async fn serve(listen: SocketAddr, app: Router) -> std::io::Result<()> {
+    let listener = tokio::net::TcpListener::bind(listen).await?;
+    println!("listening on http://{}", listener.local_addr()?);
+    // The peer's address is what a client without a key is known by.
+    axum::serve(listener, app.into_make_service_with_connect_info::<SocketAddr>()).await
+}
+
+#[tokio::main]
+async fn main() -> ExitCode {
+    tracing_subscriber::fmt().with_writer(std::io::stderr).init();
+    let loaded = arguments(std::env::args().skip(1)).and_then(|arguments| {
+        let (config, layer) = load(arguments.file.as_deref())?;
+        let listen = arguments.listen.or(config.listen()).unwrap_or(SocketAddr::from(([127, 0, 0, 1], 3000)));
+        Ok((listen, layer))
+    });
+    let (listen, layer) = match loaded {
+        Ok(loaded) => loaded,
+        Err(error) => {
+            eprintln!("error: {error}");
+            return ExitCode::from(2);
+        }
+    };
+    if let Err(error) = serve(listen, app(layer)).await {
+        eprintln!("error: {listen}: {error}");
+        return ExitCode::FAILURE;
+    }
+    ExitCode::SUCCESS
+}
