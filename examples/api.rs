@@ -17,7 +17,7 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use serde_json::{Value, json};
 use tower_token_bucket::config::Config;
-use tower_token_bucket::{MemoryStore, Store, TokenBucketLayer};
+use tower_token_bucket::{ConfigError, MemoryStore, Store, TokenBucketLayer};
 
 /// How often each handler ran.
 #[derive(Default)]
@@ -89,17 +89,28 @@ fn arguments(mut words: impl Iterator<Item = String>) -> Result<Arguments, Strin
     Ok(arguments)
 }
 
-/// The configuration and its layer, or what is wrong, with the file's name in front.
-fn load(file: Option<&str>) -> Result<(Config, TokenBucketLayer<MemoryStore>), String> {
+/// The API as the file describes it and the address to listen on, or what is wrong, with the file's name in front.
+async fn load(file: Option<&str>) -> Result<(Option<SocketAddr>, Router), String> {
     let text = match file {
         Some(file) => std::fs::read_to_string(file).map_err(|error| format!("{file}: {error}"))?,
         None => include_str!("api.toml").to_owned(),
     };
     let file = file.unwrap_or("examples/api.toml");
     let config: Config = toml::from_str(&text).map_err(|error| format!("{file}{}", place_and_reason(&text, &error)))?;
-    let layer = config.limits().and_then(|limits| TokenBucketLayer::try_new(MemoryStore::new(), limits));
-    let layer = layer.map_err(|error| format!("{file}: {error}"))?.headers(config.headers());
-    Ok((config, layer))
+    let api = async {
+        Ok::<_, ConfigError>(match config.redis_store().await? {
+            Some(store) => app(config.layer(store)?),
+            None => app(config.layer(MemoryStore::new())?),
+        })
+    };
+    Ok((config.listen(), api.await.map_err(|error| format!("{file}: {error}"))?))
+}
+
+/// What to serve, and where.
+async fn start() -> Result<(SocketAddr, Router), String> {
+    let arguments = arguments(std::env::args().skip(1))?;
+    let (listen, app) = load(arguments.file.as_deref()).await?;
+    Ok((arguments.listen.or(listen).unwrap_or(SocketAddr::from(([127, 0, 0, 1], 3000))), app))
 }
 
 /// The line and the key that an error is about: the rest of the line may hold a credential and is not shown.
@@ -122,19 +133,14 @@ async fn serve(listen: SocketAddr, app: Router) -> std::io::Result<()> {
 #[tokio::main]
 async fn main() -> ExitCode {
     tracing_subscriber::fmt().with_writer(std::io::stderr).init();
-    let loaded = arguments(std::env::args().skip(1)).and_then(|arguments| {
-        let (config, layer) = load(arguments.file.as_deref())?;
-        let listen = arguments.listen.or(config.listen()).unwrap_or(SocketAddr::from(([127, 0, 0, 1], 3000)));
-        Ok((listen, layer))
-    });
-    let (listen, layer) = match loaded {
-        Ok(loaded) => loaded,
+    let (listen, app) = match start().await {
+        Ok(started) => started,
         Err(error) => {
             eprintln!("error: {error}");
             return ExitCode::from(2);
         }
     };
-    if let Err(error) = serve(listen, app(layer)).await {
+    if let Err(error) = serve(listen, app).await {
         eprintln!("error: {listen}: {error}");
         return ExitCode::FAILURE;
     }

@@ -111,7 +111,7 @@ fn level_under(stored: &State, quota: &Quota) -> i64 {
 
 /// `cost` tokens in units of `quota`. Twice the capacity stands for all that is more: none of it can be taken, spent
 /// or given.
-fn units(cost: u64, quota: &Quota) -> i64 {
+pub(crate) fn units(cost: u64, quota: &Quota) -> i64 {
     (cost.min(2 * quota.capacity()) * quota.per_us()) as i64
 }
 

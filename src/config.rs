@@ -7,6 +7,14 @@
 //! listen = "127.0.0.1:3000"
 //! headers = "draft11"                    # draft11 | legacy | legacy-delta | off
 //!
+//! [store]                                # without this table: memory
+//! redis = "redis://127.0.0.1:6379"
+//! deadline = "50ms"
+//! on_failure = "local"                   # local | allow | deny
+//! share = 1                              # local: one n-th of the quota
+//! prefix = "tb"
+//! secret = "…"                           # for the hash of credentials; optional
+//!
 //! [client_ip]
 //! ipv6_prefix = 64                       # 32 to 128
 //!
@@ -37,10 +45,13 @@ use serde::de::{self, Deserializer, IgnoredAny, Visitor};
 use crate::client_ip::ClientIp;
 use crate::cost::CostTable;
 use crate::error::ConfigError;
+use crate::failure::OnStoreFailure;
 use crate::headers::HeaderStyle;
 use crate::key::{ApiKey, Global, KeyExtractor};
+use crate::layer::TokenBucketLayer;
 use crate::limit::Limit;
 use crate::quota::Quota;
+use crate::store::Store;
 
 /// A configuration file: where to listen, which fields to send, and the limits.
 ///
@@ -48,7 +59,7 @@ use crate::quota::Quota;
 ///
 /// ```
 /// use tower_token_bucket::config::Config;
-/// use tower_token_bucket::{MemoryStore, TokenBucketLayer};
+/// use tower_token_bucket::MemoryStore;
 ///
 /// let config: Config = toml::from_str(r#"
 ///     [[limits]]
@@ -58,7 +69,7 @@ use crate::quota::Quota;
 ///     refill = 10
 ///     per = "1s"
 /// "#)?;
-/// let layer = TokenBucketLayer::try_new(MemoryStore::new(), config.limits()?)?.headers(config.headers());
+/// let layer = config.layer(MemoryStore::new())?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Debug, Deserialize)]
@@ -67,7 +78,7 @@ pub struct Config {
     listen: Option<SocketAddr>,
     #[serde(default)]
     headers: Headers,
-    store: Option<IgnoredAny>,
+    store: Option<StoreConfig>,
     #[serde(default)]
     client_ip: ClientIpConfig,
     limits: Vec<LimitConfig>,
@@ -97,9 +108,6 @@ impl Config {
     ///
     /// [`ConfigError::Setting`] that names the key, the reason and the allowed values.
     pub fn limits(&self) -> Result<Vec<Limit>, ConfigError> {
-        if self.store.is_some() {
-            return Err(setting("store", "not built yet: leave the table out, buckets are in memory"));
-        }
         let client_ip = self.client_ip.client_ip()?;
         if self.limits.is_empty() {
             return Err(setting("limits", "there is none: at least one is needed"));
@@ -114,6 +122,96 @@ impl Config {
             limits.push(limit);
         }
         Ok(limits)
+    }
+
+    /// The layer that the file describes, on `store`.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::Setting`] that names the key, the reason and the allowed values.
+    pub fn layer<St: Store>(&self, store: St) -> Result<TokenBucketLayer<St>, ConfigError> {
+        let layer = TokenBucketLayer::try_new(store, self.limits()?)?.headers(self.headers());
+        match &self.store {
+            Some(_) if cfg!(not(feature = "redis")) => Err(setting("store", "the crate's feature `redis` is needed")),
+            Some(config) => config.apply(layer).map_err(|error| within("store", error)),
+            None => Ok(layer),
+        }
+    }
+
+    /// The store in Redis that the file names: `None` for buckets in memory.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::Setting`] that names the key, the reason and the allowed values. A server that is down is no
+    /// error.
+    #[cfg(feature = "redis")]
+    pub async fn redis_store(&self) -> Result<Option<crate::RedisStore>, ConfigError> {
+        match &self.store {
+            Some(config) => config.redis_store().await.map(Some).map_err(|error| within("store", error)),
+            None => Ok(None),
+        }
+    }
+}
+
+/// Where buckets live, and what happens when that fails.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct StoreConfig {
+    redis: Option<Secret>,
+    cluster: Option<IgnoredAny>,
+    sentinel: Option<IgnoredAny>,
+    master: Option<IgnoredAny>,
+    deadline: Option<String>,
+    on_failure: Option<OnFailure>,
+    share: Option<u32>,
+    prefix: Option<String>,
+    secret: Option<Secret>,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum OnFailure {
+    Local,
+    Allow,
+    Deny,
+}
+
+impl StoreConfig {
+    fn apply<St: Store>(&self, mut layer: TokenBucketLayer<St>) -> Result<TokenBucketLayer<St>, ConfigError> {
+        if let Some(text) = &self.deadline {
+            let deadline = duration(text).map_err(|reason| setting("deadline", reason))?;
+            layer = layer.try_deadline(deadline).map_err(|error| setting("deadline", error))?;
+        }
+        if let Some(policy) = self.on_failure {
+            layer = layer.on_store_failure(match policy {
+                OnFailure::Local => OnStoreFailure::Local,
+                OnFailure::Allow => OnStoreFailure::Allow,
+                OnFailure::Deny => OnStoreFailure::Deny,
+            });
+        }
+        layer.try_share(self.share.unwrap_or(1)).map_err(|error| setting("share", error))
+    }
+
+    #[cfg(feature = "redis")]
+    async fn redis_store(&self) -> Result<crate::RedisStore, ConfigError> {
+        let later = [("cluster", &self.cluster), ("sentinel", &self.sentinel), ("master", &self.master)];
+        for (key, value) in later {
+            if value.is_some() {
+                return Err(setting(key, "not built yet: redis names the one server"));
+            }
+        }
+        let url =
+            self.redis.as_ref().ok_or_else(|| setting("redis", "there is none: the URL of a server is needed"))?;
+        let store = crate::RedisStore::connect(&url.0).await.map_err(|error| setting("redis", error))?;
+        let store = match &self.secret {
+            Some(secret) if secret.0.is_empty() => return Err(setting("secret", "an empty one is not allowed")),
+            Some(secret) => store.secret(&secret.0),
+            None => store,
+        };
+        match &self.prefix {
+            Some(prefix) => store.try_prefix(prefix).map_err(|error| setting("prefix", error)),
+            None => Ok(store),
+        }
     }
 }
 
@@ -235,8 +333,25 @@ impl LimitConfig {
     }
 }
 
-/// Texts that are never shown, not even as the value that an error is about.
-#[derive(Clone, Default)]
+/// A text that is never shown, not even as the value that an error is about.
+#[derive(Clone)]
+#[cfg_attr(not(feature = "redis"), expect(dead_code, reason = "only the Redis store reads it"))]
+struct Secret(String);
+
+impl<'de> Deserialize<'de> for Secret {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer).map(Self).map_err(|_| de::Error::custom("not a text in quotes"))
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("…")
+    }
+}
+
+/// The same of several texts.
+#[derive(Clone)]
 struct Secrets(Vec<String>);
 
 impl<'de> Deserialize<'de> for Secrets {
@@ -375,6 +490,31 @@ mod tests {
         }
     }
 
+    #[cfg(feature = "redis")]
+    #[tokio::test]
+    async fn a_wrong_store_is_refused_and_its_secrets_are_not_shown() {
+        for (table, part) in [
+            ("", "store.redis: there is none"),
+            ("cluster = []", "store.cluster: not built yet"),
+            ("redis = \"http://user:canary@127.0.0.1\"", "store.redis: the Redis URL cannot be used"),
+            ("redis = \"redis://127.0.0.1:1\"\nprefix = \"{canary}\"", "store.prefix: prefix"),
+            ("redis = \"redis://127.0.0.1:1\"\nsecret = \"\"", "store.secret: an empty one"),
+            ("redis = \"redis://127.0.0.1:1\"\nshare = 0", "store.share: share 0"),
+            ("redis = \"redis://127.0.0.1:1\"\ndeadline = \"0ms\"", "store.deadline: \"0ms\""),
+        ] {
+            let config: Config = toml::from_str(&format!("[store]\n{table}\n{}", limit("shadow = true"))).unwrap();
+            let layer = config.layer(crate::MemoryStore::new()).map(drop);
+            let error = match config.redis_store().await {
+                Ok(_) => layer.unwrap_err().to_string(),
+                Err(error) => error.to_string(),
+            };
+            assert!(error.starts_with(part) && !error.contains(":canary"), "{table}: {error}");
+        }
+        let secrets = "[store]\nredis = \"redis://:canary@127.0.0.1\"\nsecret = \"canary\"\n";
+        let config: Config = toml::from_str(&(secrets.to_owned() + &limit("shadow = true"))).unwrap();
+        assert!(!format!("{config:?}").contains("canary"));
+    }
+
     #[test]
     fn names_differ_by_more_than_case() {
         let twice = limit("name = \"a\"") + &limit("name = \"A\"");
@@ -387,9 +527,8 @@ mod tests {
         assert!(error("limits = 3").contains("limits"));
         assert!(error("").contains("limits"));
         assert!(error(&("[client_ip]\nipv6_prefix = 8\n".to_owned() + &limit("shadow = true"))).contains("32 to 128"));
-        for later in ["[store]\nredis = \"redis://127.0.0.1\"\n", "[client_ip]\nheader = \"forwarded\"\n"] {
-            assert!(error(&(later.to_owned() + &limit("shadow = true"))).contains("not built yet"));
-        }
+        let later = "[client_ip]\nheader = \"forwarded\"\n";
+        assert!(error(&(later.to_owned() + &limit("shadow = true"))).contains("not built yet"));
     }
 
     #[test]

@@ -60,6 +60,16 @@ pub enum ConfigError {
     Share,
     /// A deadline of zero.
     Deadline,
+    /// A prefix of keys outside `[A-Za-z0-9._:-]{1,64}`.
+    Prefix {
+        /// The prefix as given.
+        prefix: String,
+    },
+    /// A Redis URL that cannot be used.
+    RedisUrl {
+        /// What is wrong with it: the URL itself is not shown, it may hold a password.
+        reason: String,
+    },
     /// A header name that is not one.
     HeaderName {
         /// The name as given.
@@ -94,6 +104,10 @@ impl fmt::Display for ConfigError {
             Self::Ipv6Prefix { bits } => write!(f, "ipv6_prefix {bits} is not allowed: 32 to 128 bits are"),
             Self::Share => f.write_str("share 0 is not allowed: 1 or more is (one n-th of the quota)"),
             Self::Deadline => f.write_str("deadline 0 is not allowed: any longer time is"),
+            Self::Prefix { prefix } => {
+                write!(f, "prefix {prefix:?} is not allowed: 1 to 64 of A-Z a-z 0-9 . _ - : are")
+            }
+            Self::RedisUrl { reason } => write!(f, "the Redis URL cannot be used: {reason}"),
             Self::HeaderName { name } => write!(f, "{name:?} is not the name of an HTTP header"),
             Self::Setting { key, reason } => write!(f, "{key}: {reason}"),
         }

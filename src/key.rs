@@ -16,8 +16,28 @@ const HASH_KEY: &[u8; 32] = b"tower-token-bucket v1 bucket key";
 
 /// The keyed 128-bit hash under which credentials and foreign text are known.
 pub(crate) fn hash_128(text: &[u8]) -> [u8; 16] {
+    first_128(&blake3::keyed_hash(HASH_KEY, text))
+}
+
+/// The key of a second hash, made of an operator's secret.
+#[cfg(feature = "redis")]
+#[derive(Clone)]
+pub(crate) struct SecretKey([u8; 32]);
+
+#[cfg(feature = "redis")]
+impl SecretKey {
+    pub(crate) fn new(secret: &[u8]) -> Self {
+        Self(blake3::derive_key("tower-token-bucket v1 store secret", secret))
+    }
+
+    fn hash_128(&self, hash: [u8; 16]) -> [u8; 16] {
+        first_128(&blake3::keyed_hash(&self.0, &hash))
+    }
+}
+
+fn first_128(hash: &blake3::Hash) -> [u8; 16] {
     let mut short = [0; 16];
-    short.copy_from_slice(&blake3::keyed_hash(HASH_KEY, text).as_bytes()[..16]);
+    short.copy_from_slice(&hash.as_bytes()[..16]);
     short
 }
 
@@ -74,6 +94,18 @@ impl BucketKey {
     #[must_use]
     pub fn id(id: impl AsRef<[u8]>) -> Self {
         Self(Identity::Id(hash_128(id.as_ref())))
+    }
+}
+
+#[cfg(feature = "redis")]
+impl BucketKey {
+    /// The same key as it is known under a secret: what is a hash already is hashed again.
+    pub(crate) fn under(&self, secret: &SecretKey) -> Self {
+        Self(match self.0 {
+            Identity::Key(hash) => Identity::Key(secret.hash_128(hash)),
+            Identity::Id(hash) => Identity::Id(secret.hash_128(hash)),
+            Identity::Global | Identity::V4(_) | Identity::V6(..) => self.0,
+        })
     }
 }
 

@@ -43,3 +43,8 @@ pub use quota::{Quota, QuotaError};
 pub use service::TokenBucket;
 pub use store::Store;
 pub use store::memory::MemoryStore;
+#[cfg(feature = "redis")]
+pub use store::redis::{Connection, RedisAcquire, RedisError, RedisStore};
+
+#[cfg(feature = "redis")]
+pub use redis;

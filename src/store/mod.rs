@@ -6,6 +6,8 @@ use crate::charge::Charge;
 use crate::decision::Decision;
 
 pub(crate) mod memory;
+#[cfg(feature = "redis")]
+pub(crate) mod redis;
 
 /// Where buckets live: makes all charges of a request in one step, or none.
 ///
