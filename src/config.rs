@@ -156,6 +156,7 @@ impl Config {
 /// Where buckets live, and what happens when that fails.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[cfg_attr(not(feature = "redis"), expect(dead_code, reason = "only the Redis store reads all of it"))]
 struct StoreConfig {
     redis: Option<Secret>,
     cluster: Option<IgnoredAny>,

@@ -1,4 +1,80 @@
-//! `TokenBucketLayer`: token buckets for tower services, in memory or shared in Redis.
+//! `TokenBucketLayer`: a token bucket in front of any tower service, in memory or shared in Redis.
+//!
+//! Each request is given a bucket (by API key, client address or anything else) and a cost (by route). Before the inner
+//! service is called the cost is taken from the bucket. If the tokens are not there, the inner service is never called:
+//! the answer is 429 with the exact time to wait.
+//!
+//! ```
+//! use axum::{Router, body::Body, routing::get};
+//! use http::{Request, StatusCode};
+//! use tower::ServiceExt;
+//! use tower_token_bucket::{CostTable, Global, Limit, MemoryStore, Quota, TokenBucketLayer};
+//!
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let limit = Limit::new("everyone", Quota::per_minute(4))
+//!     .key_by(Global)
+//!     .cost(CostTable::new(1).route("GET /search", 3));
+//! let app = Router::new()
+//!     .route("/search", get(|| async { "found" }))
+//!     .layer(TokenBucketLayer::new(MemoryStore::new(), limit));
+//!
+//! let search = || Request::get("/search").body(Body::empty());
+//! let allowed = app.clone().oneshot(search()?).await?;
+//! assert_eq!(allowed.status(), StatusCode::OK);
+//! assert_eq!(allowed.headers()["ratelimit"], r#""everyone";r=1;t=15"#);
+//!
+//! let refused = app.oneshot(search()?).await?;
+//! assert_eq!(refused.status(), StatusCode::TOO_MANY_REQUESTS);
+//! assert_eq!(refused.headers()["retry-after"], "30");
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # The path of a request
+//!
+//! ```text
+//! request ─▶ limits: key, cost, quota ─▶ store.acquire (one step, all or nothing) ─▶ Decision ─┬─ allowed ─▶ inner service
+//!                                                                                              └─ denied  ─▶ 429 + Retry-After
+//! ```
+//!
+//! # What you choose
+//!
+//! | | type | default |
+//! |---|---|---|
+//! | how much | [`Quota`]: capacity and refill rate | |
+//! | whose bucket | [`KeyExtractor`]: [`ApiKey`], [`ClientIp`], [`Global`], closures | the peer's address |
+//! | what it costs | [`Cost`]: [`CostTable`], closures | 1 |
+//! | where buckets live | [`Store`]: [`MemoryStore`], `RedisStore` (feature `redis`), your own | |
+//!
+//! A [`Limit`] is a named quota with its key and cost. A layer has one or more, and charges all of them or none.
+//!
+//! # When the store fails
+//!
+//! One [deadline](TokenBucketLayer::deadline) covers the whole check. After it, or after an error, [`OnStoreFailure`]
+//! applies: the same limits on this instance alone (the default), no limit, or 503. The inner service never sees an
+//! error of the store.
+//!
+//! # When there is no key
+//!
+//! A request without an accepted credential is answered with 401; with [`or`](KeyExtractor::or) it is charged to
+//! another key, such as its address. A request whose peer address is unknown is answered with 503, and one line in the
+//! log says how the server has to be started. Requests that cost nothing need no key.
+//!
+//! # When a request costs more than a full bucket
+//!
+//! No wait can help. A [`CostTable`] with such a cost is refused when the limit is built. A cost that is only known with
+//! the request is answered with 429 without `Retry-After`, whatever the policy for failures is, and no store is asked.
+//!
+//! # Features
+//!
+//! | feature | what for | default |
+//! |---|---|---|
+//! | `axum` | the peer address, the matched route and the original path that axum knows | yes |
+//! | `redis` | `RedisStore` | yes |
+//! | `tracing` | events instead of the few lines on stderr | |
+//! | `serde` | `config`: limits from a file | |
+//! | `conformance` | `conformance`: the exact model, for those who write a store | |
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod error;
@@ -48,3 +124,7 @@ pub use store::redis::{Connection, RedisAcquire, RedisError, RedisStore};
 
 #[cfg(feature = "redis")]
 pub use redis;
+
+#[cfg(all(doctest, feature = "axum", feature = "redis"))]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -234,10 +234,11 @@ impl Quota {
         // Nanoseconds first, so that 1 per 500 ns is 2 per microsecond and not an error.
         let nanos = per.as_nanos();
         let wanted = tokens as u128 * 1000;
-        let fault = if capacity == 0 {
-            Fault::NoCapacity
-        } else if tokens == 0 {
+        // The refill first: without a capacity of its own a quota has that of its refill.
+        let fault = if tokens == 0 {
             Fault::NoRefill
+        } else if capacity == 0 {
+            Fault::NoCapacity
         } else if nanos == 0 {
             Fault::NoPeriod
         } else if capacity > CAPACITY_MAX {
