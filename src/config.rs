@@ -15,7 +15,9 @@
 //! prefix = "tb"
 //! secret = "…"                           # for the hash of credentials; optional
 //!
-//! [client_ip]
+//! [client_ip]                            # without it: the peer's address
+//! header = "x-forwarded-for"             # x-forwarded-for | forwarded | x-real-ip
+//! trusted_proxies = ["127.0.0.1/32"]
 //! ipv6_prefix = 64                       # 32 to 128
 //!
 //! [[limits]]
@@ -229,19 +231,45 @@ enum Headers {
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct ClientIpConfig {
-    header: Option<IgnoredAny>,
-    trusted_proxies: Option<IgnoredAny>,
+    header: Option<ForwardedHeader>,
+    trusted_proxies: Option<Vec<String>>,
     ipv6_prefix: Option<u8>,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum ForwardedHeader {
+    XForwardedFor,
+    Forwarded,
+    XRealIp,
+}
+
+impl ForwardedHeader {
+    fn name(self) -> &'static str {
+        match self {
+            Self::XForwardedFor => "x-forwarded-for",
+            Self::Forwarded => "forwarded",
+            Self::XRealIp => "x-real-ip",
+        }
+    }
 }
 
 impl ClientIpConfig {
     fn client_ip(&self) -> Result<ClientIp, ConfigError> {
-        for (key, value) in [("header", &self.header), ("trusted_proxies", &self.trusted_proxies)] {
-            if value.is_some() {
-                return Err(setting(&format!("client_ip.{key}"), "not built yet: the peer address is used"));
+        let client_ip = match (self.header, &self.trusted_proxies) {
+            (None, None) => ClientIp::peer(),
+            (Some(header), Some(networks)) if !networks.is_empty() => ClientIp::try_forwarded(header.name())
+                .and_then(|forwarded| forwarded.try_trusted_proxies(networks))
+                .map_err(|error| setting("client_ip.trusted_proxies", error))?,
+            (Some(_), _) => {
+                let reason = "there is none: at least one network of proxies whose header is believed is needed";
+                return Err(setting("client_ip.trusted_proxies", reason));
             }
-        }
-        let client_ip = ClientIp::peer();
+            (None, Some(_)) => {
+                let reason = "there is none: the header that the trusted proxies set is needed";
+                return Err(setting("client_ip.header", reason));
+            }
+        };
         match self.ipv6_prefix {
             Some(bits) => client_ip.try_ipv6_prefix(bits).map_err(|error| setting("client_ip.ipv6_prefix", error)),
             None => Ok(client_ip),
@@ -523,13 +551,24 @@ mod tests {
     }
 
     #[test]
-    fn a_file_without_limits_and_what_is_not_built_yet_are_refused() {
+    fn a_file_without_limits_or_with_a_wrong_client_ip_is_refused() {
         assert!(error("limits = []").contains("at least one"));
         assert!(error("limits = 3").contains("limits"));
         assert!(error("").contains("limits"));
         assert!(error(&("[client_ip]\nipv6_prefix = 8\n".to_owned() + &limit("shadow = true"))).contains("32 to 128"));
-        let later = "[client_ip]\nheader = \"forwarded\"\n";
-        assert!(error(&(later.to_owned() + &limit("shadow = true"))).contains("not built yet"));
+        for (table, part) in [
+            ("header = \"forwarded\"", "client_ip.trusted_proxies: there is none"),
+            ("header = \"forwarded\"\ntrusted_proxies = []", "client_ip.trusted_proxies: there is none"),
+            ("trusted_proxies = [\"10.0.0.0/8\"]", "client_ip.header: there is none"),
+            (
+                "header = \"forwarded\"\ntrusted_proxies = [\"10/8\"]",
+                "client_ip.trusted_proxies: \"10/8\" is no network",
+            ),
+            ("header = \"x-client\"", "unknown variant `x-client`, expected one of `x-forwarded-for`"),
+        ] {
+            let error = error(&format!("[client_ip]\n{table}\n{}", limit("shadow = true")));
+            assert!(error.contains(part), "{table}: {error}");
+        }
     }
 
     #[test]

@@ -56,6 +56,18 @@ pub enum ConfigError {
         /// The length as given, in bits.
         bits: u8,
     },
+    /// A network of proxies that is neither an address nor an address and a prefix length.
+    Network {
+        /// The network as given.
+        network: String,
+    },
+    /// A number of proxies that the header cannot tell of.
+    Hops {
+        /// The header that they set.
+        header: String,
+        /// The number as given.
+        hops: usize,
+    },
     /// A `share` of 0: the local bucket gets one n-th of the quota, n from 1.
     Share,
     /// A deadline of zero.
@@ -102,6 +114,16 @@ impl fmt::Display for ConfigError {
                  it could never pass, allowed are 0 to {capacity}"
             ),
             Self::Ipv6Prefix { bits } => write!(f, "ipv6_prefix {bits} is not allowed: 32 to 128 bits are"),
+            Self::Network { network } => {
+                write!(
+                    f,
+                    "{network:?} is no network: allowed are addresses, and networks such as 10.0.0.0/8 or 2001:db8::/32"
+                )
+            }
+            Self::Hops { header, hops } => {
+                let most = if matches!(&**header, "x-forwarded-for" | "forwarded") { "1 or more are" } else { "1 is" };
+                write!(f, "{hops} hops are not allowed with the header {header}: {most}")
+            }
             Self::Share => f.write_str("share 0 is not allowed: 1 or more is (one n-th of the quota)"),
             Self::Deadline => f.write_str("deadline 0 is not allowed: any longer time is"),
             Self::Prefix { prefix } => {

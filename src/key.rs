@@ -41,6 +41,19 @@ fn first_128(hash: &blake3::Hash) -> [u8; 16] {
     short
 }
 
+/// An IPv4 address in the clothes of IPv6 is that IPv4 address, by its bits: mapped (`::ffff:192.0.2.7`), or
+/// compatible (`::192.0.2.7`, long deprecated), which a client could choose between otherwise.
+pub(crate) const fn canonical(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V6(v6) => match v6.to_bits() {
+            // `::`, `::1` and other addresses that would be in 0.0.0.0/8 are not meant.
+            bits @ 0x0100_0000..=0xffff_ffff => IpAddr::V4(Ipv4Addr::from_bits(bits as u32)),
+            _ => IpAddr::V6(v6),
+        },
+        v4 @ IpAddr::V4(_) => v4,
+    }
+}
+
 /// Names a bucket, together with a limit's name. It has a fixed size: text from outside is only ever held as a keyed
 /// 128-bit hash.
 ///
@@ -74,7 +87,7 @@ impl BucketKey {
 
     /// The bucket of a client address, of whose first `bits` bits count if it is IPv6.
     pub(crate) const fn ip_prefix(address: IpAddr, bits: u8) -> Self {
-        match address.to_canonical() {
+        match canonical(address) {
             IpAddr::V4(address) => Self(Identity::V4(address)),
             IpAddr::V6(address) => {
                 let host_bits = 128 - if bits > 128 { 128 } else { bits as u32 };
@@ -319,7 +332,7 @@ impl ApiKey {
     }
 }
 
-fn header_name(name: &str) -> Result<HeaderName, ConfigError> {
+pub(crate) fn header_name(name: &str) -> Result<HeaderName, ConfigError> {
     HeaderName::from_bytes(name.as_bytes()).map_err(|_| ConfigError::HeaderName { name: name.to_owned() })
 }
 

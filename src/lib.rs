@@ -106,7 +106,7 @@ pub mod config;
 pub mod conformance;
 
 pub use charge::{Amount, Charge, LimitName};
-pub use client_ip::ClientIp;
+pub use client_ip::{ClientIp, ForwardedBy};
 pub use cost::{Cost, CostTable};
 pub use decision::{Decision, Outcome, Reply, Source};
 pub use error::ConfigError;

@@ -388,6 +388,10 @@ const fn nearest(capacity: u64, tokens: u128, per_us: u128) -> Quota {
     const TOKENS: u128 = TOKENS_MAX as u128;
     const PER: u128 = PER_MAX as u128;
     let (mut n, mut p) = (tokens, per_us);
+    // So that every product below fits; what is cut off is far below the precision of what fits the bounds.
+    while n >> 80 != 0 || p >> 80 != 0 {
+        (n, p) = (n >> 1, p >> 1);
+    }
     // Convergents h/k of n/p.
     let (mut h0, mut k0, mut h1, mut k1) = (0, 1, 1, 0);
     while p != 0 {
@@ -399,7 +403,9 @@ const fn nearest(capacity: u64, tokens: u128, per_us: u128) -> Quota {
         if let Some(most) = (PER - k0).checked_div(k1) {
             fits = min(fits, most);
         }
-        if fits < digit && fits * 2 <= digit && k1 != 0 {
+        // A digit that is cut short gives a nearer fraction beyond half of it, or at half where the rest says so.
+        let is_nearer = fits * 2 > digit || (fits * 2 == digit && n % p * k1 < k0 * p);
+        if fits < digit && !is_nearer && k1 != 0 {
             break;
         }
         (h0, k0, h1, k1) = (h1, k1, fits * h1 + h0, fits * k1 + k0);

@@ -211,7 +211,7 @@ impl Shared {
         loop {
             let mut shard = lock(&self.shards[place.shard()]);
             let found = shard.get(&place, now_us);
-            if found.is_some() || self.make_room(&mut shard, &place, now_us) {
+            if found.is_some() || self.make_room(&mut shard, &place, &[], now_us) {
                 let mut state = found.flatten();
                 let before = state;
                 let reply = bucket::acquire_one(charge, &mut state, now_us);
@@ -247,7 +247,7 @@ impl Shared {
                 }
                 let shard = &mut locked[of(&place)];
                 let found = shard.get(&place, now_us);
-                if found.is_none() && !self.make_room(shard, &place, now_us) {
+                if found.is_none() && !self.make_room(shard, &place, &unique, now_us) {
                     places[i] = self.overflow(place);
                     continue 'overflow;
                 }
@@ -266,12 +266,16 @@ impl Shared {
         }
     }
 
-    /// Whether a new bucket may be made. Forgets a few full ones first.
-    fn make_room(&self, shard: &mut Shard, place: &Place, now_us: u64) -> bool {
+    /// Whether a new bucket may be made, when this call also asks for those in `others`. Forgets a few full ones first.
+    fn make_room(&self, shard: &mut Shard, place: &Place, others: &[Place], now_us: u64) -> bool {
         shard.forget(LOOK_AT, now_us);
-        if shard.buckets.len() >= self.buckets_per_shard && place.name.key.is_some() {
+        let is_full = |shard: &Shard| {
+            let new = others.iter().filter(|other| other.shard() == place.shard() && !shard.holds(other)).count();
+            shard.buckets.len() + new >= self.buckets_per_shard
+        };
+        if place.name.key.is_some() && is_full(shard) {
             shard.forget(LOOK_AT_BOUND, now_us);
-            return shard.buckets.len() < self.buckets_per_shard;
+            return !is_full(shard);
         }
         true
     }
@@ -288,6 +292,10 @@ impl Shared {
 }
 
 impl Shard {
+    fn holds(&self, place: &Place) -> bool {
+        self.buckets.find(place.hash, |bucket| bucket.name == place.name).is_some()
+    }
+
     /// The bucket's place in the table if it has one, and its state unless its life is over.
     fn get(&self, place: &Place, now_us: u64) -> Option<Option<State>> {
         let bucket = self.buckets.find(place.hash, |bucket| bucket.name == place.name)?;

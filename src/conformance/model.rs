@@ -1,4 +1,4 @@
-//! What a store has to answer: the exact model, with the clock as an argument.
+//! The exact model, with the clock as an argument.
 
 use std::collections::HashMap;
 
