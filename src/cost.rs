@@ -1,5 +1,6 @@
 //! How many tokens a request takes.
 
+use std::borrow::Cow;
 use std::fmt;
 
 use hashbrown::HashTable;
@@ -65,7 +66,8 @@ pub(crate) fn is_preflight(parts: &Parts) -> bool {
 ///
 /// Behind an axum router the cost comes from the router's own match, so nothing that a client writes in a path can
 /// choose another cost. Elsewhere (plain hyper or tower, a layer around the whole router) the table matches the path
-/// itself, the full one also inside `nest`.
+/// itself, the full one also inside `nest`. A path there that a lenient server may take for another one (by its case,
+/// doubled or trailing slashes, percent-encoding, `;parameters`) costs the most of what it may be taken for.
 ///
 /// # Example
 ///
@@ -232,22 +234,34 @@ impl CostTable {
         self.templates[*found.value].find(method)
     }
 
+    /// What the template says that the router has matched, or else the path: the latter, and what else a lenient server
+    /// may take the path for.
     fn find(&self, parts: &Parts) -> Option<Found> {
         if self.templates.is_empty() {
             return None;
         }
         let method = if parts.method == Method::HEAD { &Method::GET } else { &parts.method };
         #[cfg(feature = "axum")]
-        {
+        let path = {
             if let Some(template) = parts.extensions.get::<axum::extract::MatchedPath>() {
                 return self.find_template(method, template.as_str());
             }
             // Inside a `nest` the router has cut the prefix from the path.
-            if let Some(original) = parts.extensions.get::<axum::extract::OriginalUri>() {
-                return self.find_path(method, original.path());
+            let original = parts.extensions.get::<axum::extract::OriginalUri>();
+            original.map_or(parts.uri.path(), |original| original.path())
+        };
+        #[cfg(not(feature = "axum"))]
+        let path = parts.uri.path();
+        let found = self.find_path(method, path);
+        match LenientPath::new(path) {
+            None => found,
+            Some(lenient) => {
+                let strict = found.as_ref().map_or(self.default, |found| found.cost);
+                let matches = self.templates.iter().filter(|template| lenient.matches(&template.text));
+                let dearest = matches.filter_map(|template| template.find(method)).max_by_key(|found| found.cost);
+                dearest.filter(|dearest| dearest.cost > strict).or(found)
             }
         }
-        self.find_path(method, parts.uri.path())
     }
 }
 
@@ -350,6 +364,87 @@ fn unnamed(template: &str) -> impl Iterator<Item = u8> {
     })
 }
 
+/// A path in the form to which servers that are lenient reduce it.
+struct LenientPath(Vec<u8>);
+
+impl LenientPath {
+    /// `None` for a path that every server takes for itself.
+    fn new(path: &str) -> Option<Self> {
+        let bytes = path.as_bytes();
+        let strict = !bytes.iter().any(|byte| byte.is_ascii_uppercase() || matches!(byte, b'%' | b';'))
+            && !bytes.windows(2).any(|pair| pair == b"//")
+            && (bytes.len() <= 1 || !bytes.ends_with(b"/"));
+        if strict {
+            return None;
+        }
+        let mut reduced = Vec::with_capacity(bytes.len());
+        let mut rest = bytes;
+        let mut parameter = false;
+        while let [first, after @ ..] = rest {
+            let mut byte = *first;
+            rest = after;
+            if byte == b'%'
+                && let [high, low, after @ ..] = rest
+                && let (Some(high), Some(low)) = ((*high as char).to_digit(16), (*low as char).to_digit(16))
+            {
+                byte = (high * 16 + low) as u8;
+                rest = after;
+            }
+            parameter = byte != b'/' && (parameter || byte == b';');
+            let doubled = byte == b'/' && reduced.last() == Some(&b'/');
+            if !parameter && !doubled {
+                reduced.push(byte);
+            }
+        }
+        if reduced.len() > 1 && reduced.ends_with(b"/") {
+            reduced.pop();
+        }
+        Some(Self(reduced))
+    }
+
+    fn matches(&self, template: &str) -> bool {
+        let mut segments = self.0.split(|byte| *byte == b'/');
+        // A trailing slash is none here.
+        for wanted in template.strip_suffix('/').unwrap_or(template).split('/') {
+            let (literal, parameter) = literal_of(wanted);
+            if parameter == Some('*') {
+                // The rest, whose first segment may start with something literal.
+                return segments.next().is_some_and(|segment| starts_with(segment, &literal));
+            }
+            let fits = segments.next().is_some_and(|segment| {
+                starts_with(segment, &literal) && (parameter.is_some() || segment.len() == literal.len())
+            });
+            if !fits {
+                return false;
+            }
+        }
+        segments.next().is_none()
+    }
+}
+
+fn starts_with(segment: &[u8], literal: &str) -> bool {
+    segment.get(..literal.len()).is_some_and(|start| start.eq_ignore_ascii_case(literal.as_bytes()))
+}
+
+/// The literal start of a template's segment, and what its parameter starts with, if it has one.
+fn literal_of(segment: &str) -> (Cow<'_, str>, Option<char>) {
+    let Some(brace) = segment.find(['{', '}']) else { return (Cow::Borrowed(segment), None) };
+    let mut literal = segment[..brace].to_owned();
+    let mut rest = segment[brace..].chars();
+    while let Some(c) = rest.next() {
+        match (c, rest.as_str().chars().next()) {
+            // A doubled brace is a literal one.
+            ('{', Some('{')) | ('}', Some('}')) => {
+                rest.next();
+                literal.push(c);
+            }
+            ('{', first) => return (Cow::Owned(literal), first),
+            (c, _) => literal.push(c),
+        }
+    }
+    (Cow::Owned(literal), None)
+}
+
 /// FNV-1a of the template without the names of its parameters: templates are written by the operator, so nobody can
 /// make them collide on purpose.
 fn hash(template: &str) -> u64 {
@@ -410,6 +505,48 @@ mod tests {
     fn a_method_reaches_past_a_more_specific_template_that_does_not_name_it() {
         let table = CostTable::new(1).route("GET /a/b", 2).route("POST /a/{x}", 9);
         assert_eq!(table.cost(&parts("POST", "/a/b")), 9);
+    }
+
+    #[test]
+    fn a_path_that_a_lenient_server_takes_for_a_dearer_one_costs_as_much() {
+        let table = CostTable::new(1)
+            .route("GET /search", 7)
+            .route("GET /files/{*rest}", 2)
+            .route("GET /files/export", 50)
+            .route("GET /Users/{id}/keys", 9)
+            .route("GET /v{version}/{{x}}", 8)
+            .exempt("GET /health");
+        for (path, cost) in [
+            ("/search", 7),
+            ("/SEARCH", 7),
+            ("/search/", 7),
+            ("//search", 7),
+            ("/search//", 7),
+            ("/se%61rch", 7),
+            ("/se%41rch", 7),
+            ("/%2fsearch", 7),
+            ("/search;v=1", 7),
+            ("/;v=1/search;", 7),
+            ("/search%", 1),
+            ("/search%zz", 1),
+            ("/files/a", 2),
+            ("/files/A", 2),
+            ("/files/export", 50),
+            ("/files/%65xport", 50),
+            ("/files//export", 50),
+            ("/files/Export;x/", 50),
+            ("/users/7/KEYS", 9),
+            ("/V2/%7Bx%7D", 8),
+            // What is free is free under its own name only.
+            ("/health", 0),
+            ("/Health", 1),
+            ("/health/", 1),
+            ("/", 1),
+            ("//", 1),
+        ] {
+            assert_eq!(table.cost(&parts("GET", path)), cost, "{path}");
+            assert_eq!(table.cost(&parts("HEAD", path)), cost, "HEAD {path}");
+        }
     }
 
     #[test]

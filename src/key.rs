@@ -1,6 +1,7 @@
 //! Whose bucket a request is charged to.
 
 use std::fmt;
+use std::marker::PhantomData;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::Arc;
 
@@ -60,10 +61,10 @@ pub(crate) const fn canonical(address: IpAddr) -> IpAddr {
 /// [`Display`](fmt::Display) writes the name as stores do: `ip:203.0.113.9`, `ip:2001:db8::/64`, `key:<32 hex>`,
 /// `id:<32 hex>` or `global`. [`Debug`] shows the kind only.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub struct BucketKey(Identity);
+pub struct BucketKey(Who);
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-enum Identity {
+enum Who {
     Global,
     V4(Ipv4Addr),
     V6(Ipv6Addr, u8),
@@ -75,7 +76,7 @@ impl BucketKey {
     /// The one bucket that all requests share.
     #[must_use]
     pub const fn global() -> Self {
-        Self(Identity::Global)
+        Self(Who::Global)
     }
 
     /// The bucket of a client address. An IPv4-mapped IPv6 address is its IPv4 address; of an IPv6 address the first
@@ -88,11 +89,11 @@ impl BucketKey {
     /// The bucket of a client address, of whose first `bits` bits count if it is IPv6.
     pub(crate) const fn ip_prefix(address: IpAddr, bits: u8) -> Self {
         match canonical(address) {
-            IpAddr::V4(address) => Self(Identity::V4(address)),
+            IpAddr::V4(address) => Self(Who::V4(address)),
             IpAddr::V6(address) => {
                 let host_bits = 128 - if bits > 128 { 128 } else { bits as u32 };
                 let mask = if host_bits == 128 { 0 } else { u128::MAX << host_bits };
-                Self(Identity::V6(Ipv6Addr::from_bits(address.to_bits() & mask), bits))
+                Self(Who::V6(Ipv6Addr::from_bits(address.to_bits() & mask), bits))
             }
         }
     }
@@ -100,13 +101,13 @@ impl BucketKey {
     /// The bucket of a credential, which is kept as a keyed hash only.
     #[must_use]
     pub fn credential(credential: impl AsRef<[u8]>) -> Self {
-        Self(Identity::Key(hash_128(credential.as_ref())))
+        Self(Who::Key(hash_128(credential.as_ref())))
     }
 
     /// The bucket of any other identity: a user, a tenant, an endpoint. The text is kept as a keyed hash only.
     #[must_use]
     pub fn id(id: impl AsRef<[u8]>) -> Self {
-        Self(Identity::Id(hash_128(id.as_ref())))
+        Self(Who::Id(hash_128(id.as_ref())))
     }
 }
 
@@ -115,9 +116,9 @@ impl BucketKey {
     /// The same key as it is known under a secret: what is a hash already is hashed again.
     pub(crate) fn under(&self, secret: &SecretKey) -> Self {
         Self(match self.0 {
-            Identity::Key(hash) => Identity::Key(secret.hash_128(hash)),
-            Identity::Id(hash) => Identity::Id(secret.hash_128(hash)),
-            Identity::Global | Identity::V4(_) | Identity::V6(..) => self.0,
+            Who::Key(hash) => Who::Key(secret.hash_128(hash)),
+            Who::Id(hash) => Who::Id(secret.hash_128(hash)),
+            Who::Global | Who::V4(_) | Who::V6(..) => self.0,
         })
     }
 }
@@ -125,11 +126,11 @@ impl BucketKey {
 impl fmt::Display for BucketKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
-            Identity::Global => f.write_str("global"),
-            Identity::V4(address) => write!(f, "ip:{address}"),
-            Identity::V6(network, bits) => write!(f, "ip:{network}/{bits}"),
-            Identity::Key(hash) => write!(f, "key:{:032x}", u128::from_be_bytes(*hash)),
-            Identity::Id(hash) => write!(f, "id:{:032x}", u128::from_be_bytes(*hash)),
+            Who::Global => f.write_str("global"),
+            Who::V4(address) => write!(f, "ip:{address}"),
+            Who::V6(network, bits) => write!(f, "ip:{network}/{bits}"),
+            Who::Key(hash) => write!(f, "key:{:032x}", u128::from_be_bytes(*hash)),
+            Who::Id(hash) => write!(f, "id:{:032x}", u128::from_be_bytes(*hash)),
         }
     }
 }
@@ -137,10 +138,10 @@ impl fmt::Display for BucketKey {
 impl fmt::Debug for BucketKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kind = match self.0 {
-            Identity::Global => "global",
-            Identity::V4(..) | Identity::V6(..) => "ip",
-            Identity::Key(..) => "key",
-            Identity::Id(..) => "id",
+            Who::Global => "global",
+            Who::V4(..) | Who::V6(..) => "ip",
+            Who::Key(..) => "key",
+            Who::Id(..) => "id",
         };
         write!(f, "BucketKey({kind})")
     }
@@ -216,6 +217,53 @@ impl<A: KeyExtractor, B: KeyExtractor> KeyExtractor for Or<A, B> {
                 if other == NoKey::Peer { other } else { why }
             })
         })
+    }
+}
+
+/// Keys buckets by an identity that an authentication layer of your own has put into the request's extensions. That
+/// layer has to run first: in axum it is added after this one, since layers that are added later are outside.
+///
+/// # Example
+///
+/// ```
+/// use tower_token_bucket::{BucketKey, ClientIp, Identity, KeyExtractor, Limit, Quota};
+///
+/// #[derive(Clone)]
+/// struct User { id: String }
+///
+/// let limit = Limit::new("per-user", Quota::per_second(10))
+///     .key_by(Identity::of(|user: &User| BucketKey::id(&user.id)).or(ClientIp::peer()));
+/// ```
+pub struct Identity<T, F> {
+    key: F,
+    of: PhantomData<fn(&T)>,
+}
+
+impl<T, F> Identity<T, F>
+where
+    T: Send + Sync + 'static,
+    F: Fn(&T) -> BucketKey + Send + Sync + 'static,
+{
+    /// Keys by what `key` makes of the `T` in the request's extensions.
+    #[must_use]
+    pub fn of(key: F) -> Self {
+        Self { key, of: PhantomData }
+    }
+}
+
+impl<T, F> KeyExtractor for Identity<T, F>
+where
+    T: Send + Sync + 'static,
+    F: Fn(&T) -> BucketKey + Send + Sync + 'static,
+{
+    fn extract(&self, parts: &Parts) -> Result<BucketKey, NoKey> {
+        parts.extensions.get::<T>().map(&self.key).ok_or(NoKey::Identity)
+    }
+}
+
+impl<T, F> fmt::Debug for Identity<T, F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Identity").finish_non_exhaustive()
     }
 }
 

@@ -112,7 +112,7 @@ pub use decision::{Decision, Outcome, Reply, Source};
 pub use error::ConfigError;
 pub use failure::OnStoreFailure;
 pub use headers::HeaderStyle;
-pub use key::{ApiKey, BucketKey, Global, KeyExtractor, NoKey, Or};
+pub use key::{ApiKey, BucketKey, Global, Identity, KeyExtractor, NoKey, Or};
 pub use layer::TokenBucketLayer;
 pub use limit::Limit;
 pub use quota::{Quota, QuotaError};
