@@ -44,12 +44,13 @@ use std::time::Duration;
 use serde::Deserialize;
 use serde::de::{self, Deserializer, IgnoredAny, Visitor};
 
+use crate::api_key::ApiKey;
 use crate::client_ip::ClientIp;
 use crate::cost::CostTable;
 use crate::error::ConfigError;
 use crate::failure::OnStoreFailure;
 use crate::headers::HeaderStyle;
-use crate::key::{ApiKey, Global, KeyExtractor};
+use crate::key::{Global, KeyExtractor};
 use crate::layer::TokenBucketLayer;
 use crate::limit::Limit;
 use crate::quota::Quota;

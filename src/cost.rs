@@ -1,6 +1,7 @@
 //! How many tokens a request takes.
 
-use std::borrow::Cow;
+mod lenient;
+
 use std::fmt;
 
 use hashbrown::HashTable;
@@ -8,6 +9,7 @@ use http::request::Parts;
 use http::{Method, header};
 
 use crate::error::{ConfigError, or_panic};
+use lenient::LenientPath;
 
 /// Finds the cost of a request, in tokens.
 ///
@@ -362,87 +364,6 @@ fn unnamed(template: &str) -> impl Iterator<Item = u8> {
         }
         Some(byte)
     })
-}
-
-/// A path in the form to which servers that are lenient reduce it.
-struct LenientPath(Vec<u8>);
-
-impl LenientPath {
-    /// `None` for a path that every server takes for itself.
-    fn new(path: &str) -> Option<Self> {
-        let bytes = path.as_bytes();
-        let strict = !bytes.iter().any(|byte| byte.is_ascii_uppercase() || matches!(byte, b'%' | b';'))
-            && !bytes.windows(2).any(|pair| pair == b"//")
-            && (bytes.len() <= 1 || !bytes.ends_with(b"/"));
-        if strict {
-            return None;
-        }
-        let mut reduced = Vec::with_capacity(bytes.len());
-        let mut rest = bytes;
-        let mut parameter = false;
-        while let [first, after @ ..] = rest {
-            let mut byte = *first;
-            rest = after;
-            if byte == b'%'
-                && let [high, low, after @ ..] = rest
-                && let (Some(high), Some(low)) = ((*high as char).to_digit(16), (*low as char).to_digit(16))
-            {
-                byte = (high * 16 + low) as u8;
-                rest = after;
-            }
-            parameter = byte != b'/' && (parameter || byte == b';');
-            let doubled = byte == b'/' && reduced.last() == Some(&b'/');
-            if !parameter && !doubled {
-                reduced.push(byte);
-            }
-        }
-        if reduced.len() > 1 && reduced.ends_with(b"/") {
-            reduced.pop();
-        }
-        Some(Self(reduced))
-    }
-
-    fn matches(&self, template: &str) -> bool {
-        let mut segments = self.0.split(|byte| *byte == b'/');
-        // A trailing slash is none here.
-        for wanted in template.strip_suffix('/').unwrap_or(template).split('/') {
-            let (literal, parameter) = literal_of(wanted);
-            if parameter == Some('*') {
-                // The rest, whose first segment may start with something literal.
-                return segments.next().is_some_and(|segment| starts_with(segment, &literal));
-            }
-            let fits = segments.next().is_some_and(|segment| {
-                starts_with(segment, &literal) && (parameter.is_some() || segment.len() == literal.len())
-            });
-            if !fits {
-                return false;
-            }
-        }
-        segments.next().is_none()
-    }
-}
-
-fn starts_with(segment: &[u8], literal: &str) -> bool {
-    segment.get(..literal.len()).is_some_and(|start| start.eq_ignore_ascii_case(literal.as_bytes()))
-}
-
-/// The literal start of a template's segment, and what its parameter starts with, if it has one.
-fn literal_of(segment: &str) -> (Cow<'_, str>, Option<char>) {
-    let Some(brace) = segment.find(['{', '}']) else { return (Cow::Borrowed(segment), None) };
-    let mut literal = segment[..brace].to_owned();
-    let mut rest = segment[brace..].chars();
-    while let Some(c) = rest.next() {
-        match (c, rest.as_str().chars().next()) {
-            // A doubled brace is a literal one.
-            ('{', Some('{')) | ('}', Some('}')) => {
-                rest.next();
-                literal.push(c);
-            }
-            ('{', first) => return (Cow::Owned(literal), first),
-            (c, _) => literal.push(c),
-        }
-    }
-    (Cow::Owned(literal), None)
 }
 
 /// FNV-1a of the template without the names of its parameters: templates are written by the operator, so nobody can

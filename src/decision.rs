@@ -6,7 +6,6 @@ use smallvec::SmallVec;
 
 use crate::charge::{Charge, LimitName};
 use crate::quota::Quota;
-use crate::rejection::Reason;
 
 /// What a store says of one charge: the level, and whether the tokens were there.
 ///
@@ -198,26 +197,6 @@ impl Decision {
     #[must_use]
     pub fn source(&self) -> Source {
         self.source
-    }
-}
-
-/// Whether to call the inner service, and what was decided.
-#[derive(Debug)]
-pub(crate) struct Verdict {
-    pub(crate) decision: Decision,
-    /// Why not to: `None` to go on.
-    pub(crate) refused: Option<Reason>,
-}
-
-impl Verdict {
-    /// What follows from the decision alone.
-    pub(crate) fn of(decision: Decision) -> Self {
-        let refused = (!decision.is_allowed()).then_some(Reason::Denied);
-        Self { decision, refused }
-    }
-
-    pub(crate) fn refused(reason: Reason, decision: Decision) -> Self {
-        Self { decision, refused: Some(reason) }
     }
 }
 

@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::charge::{Charge, Charges};
-use crate::decision::{Decision, Source, Verdict};
+use crate::decision::{Decision, Source};
 use crate::log;
-use crate::rejection::Reason;
+use crate::rejection::{Reason, Verdict};
 use crate::store::memory::MemoryStore;
 
 /// What happens to a request when the store fails: an error, or no answer within the deadline.

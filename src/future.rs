@@ -12,10 +12,10 @@ use tokio::time::Sleep;
 use tower_service::Service;
 
 use crate::charge::Charges;
-use crate::decision::{Decision, Verdict};
+use crate::decision::Decision;
 use crate::headers::write_fields;
-use crate::layer::Shared;
-use crate::rejection::{Rejection, ResponseForRejection, respond};
+use crate::rejection::{Rejection, ResponseForRejection, Verdict, respond};
+use crate::settings::Shared;
 use crate::store::Store;
 
 pin_project! {

@@ -3,12 +3,11 @@
 use std::fmt;
 use std::marker::PhantomData;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
-use std::sync::Arc;
 
-use http::header::{AUTHORIZATION, HeaderName};
+use http::header::HeaderName;
 use http::request::Parts;
 
-use crate::error::{ConfigError, or_panic};
+use crate::error::ConfigError;
 
 /// Instances have to agree on the name of a bucket, so the key of the hash is a constant. It keeps credentials and
 /// foreign text out of what is stored and gives them a fixed length; a store that is shared with strangers adds a
@@ -162,7 +161,7 @@ pub enum NoKey {
 
 /// Finds the bucket key of a request.
 ///
-/// Implemented by [`ClientIp`](crate::ClientIp), [`ApiKey`], [`Global`], by `a.or(b)`, and by closures from
+/// Implemented by [`ClientIp`](crate::ClientIp), [`ApiKey`](crate::ApiKey), [`Global`], by `a.or(b)`, and by closures from
 /// `&http::request::Parts` to `Option<BucketKey>`.
 ///
 /// # Example
@@ -277,127 +276,6 @@ impl KeyExtractor for Global {
     }
 }
 
-type Accepts = dyn Fn(&str) -> bool + Send + Sync;
-
-/// A credential longer than this counts as none, in bytes.
-const CREDENTIAL_MAX: usize = 512;
-
-/// Keys buckets by an API key in a request header.
-///
-/// A header that is missing, empty, doubled, longer than 512 bytes or not text counts as no key: the next extractor of
-/// [`or`](KeyExtractor::or) is asked, and without one the answer is 401. In `Authorization` the key is what follows
-/// `Bearer`, in any case and with any number of spaces.
-///
-/// # Example
-///
-/// ```
-/// use tower_token_bucket::{ApiKey, ClientIp, KeyExtractor, Limit, Quota};
-///
-/// let limit = Limit::new("per-key", Quota::per_second(10))
-///     .key_by(ApiKey::verified("x-api-key", |key| key == "alpha" || key == "beta").or(ClientIp::peer()));
-/// ```
-#[derive(Clone)]
-pub struct ApiKey {
-    header: HeaderName,
-    accepts: Option<Arc<Accepts>>,
-}
-
-impl ApiKey {
-    /// Keys by the credential in `header` where `predicate` accepts it. A key that is not accepted counts as none, so
-    /// that made-up keys buy nothing.
-    ///
-    /// # Panics
-    ///
-    /// When `header` is not the name of a header; [`try_verified`](Self::try_verified) returns the error.
-    #[must_use]
-    #[track_caller]
-    pub fn verified(header: &str, predicate: impl Fn(&str) -> bool + Send + Sync + 'static) -> Self {
-        or_panic(Self::try_verified(header, predicate))
-    }
-
-    /// Keys by an accepted credential, like [`verified`](Self::verified).
-    ///
-    /// # Errors
-    ///
-    /// [`ConfigError::HeaderName`] when `header` is not the name of a header.
-    pub fn try_verified(
-        header: &str,
-        predicate: impl Fn(&str) -> bool + Send + Sync + 'static,
-    ) -> Result<Self, ConfigError> {
-        Ok(Self { header: header_name(header)?, accepts: Some(Arc::new(predicate)) })
-    }
-
-    /// Keys by whatever credential stands in `header`, without asking whether it is a real one.
-    ///
-    /// An attacker who makes up a new key for every request gets a full bucket for every request: the limit does not
-    /// limit him at all, and each key costs the store a bucket. Use it only behind something that has verified the
-    /// key, or beside a second limit that counts by address:
-    ///
-    /// ```
-    /// use tower_token_bucket::{ApiKey, ClientIp, Limit, MemoryStore, Quota, TokenBucketLayer};
-    ///
-    /// let per_key = Limit::new("per-key", Quota::per_second(10)).key_by(ApiKey::unverified("x-api-key"));
-    /// let per_address = Limit::new("per-address", Quota::per_second(50)).key_by(ClientIp::peer());
-    /// let layer = TokenBucketLayer::new(MemoryStore::new(), per_key).and(per_address);
-    /// ```
-    ///
-    /// # Panics
-    ///
-    /// When `header` is not the name of a header; [`try_unverified`](Self::try_unverified) returns the error.
-    #[must_use]
-    #[track_caller]
-    pub fn unverified(header: &str) -> Self {
-        or_panic(Self::try_unverified(header))
-    }
-
-    /// Keys by any credential, like [`unverified`](Self::unverified).
-    ///
-    /// # Errors
-    ///
-    /// [`ConfigError::HeaderName`] when `header` is not the name of a header.
-    pub fn try_unverified(header: &str) -> Result<Self, ConfigError> {
-        Ok(Self { header: header_name(header)?, accepts: None })
-    }
-
-    fn credential<'a>(&self, parts: &'a Parts) -> Option<&'a str> {
-        let mut lines = parts.headers.get_all(&self.header).iter();
-        let (line, None) = (lines.next()?, lines.next()) else { return None };
-        let text = line.to_str().ok()?;
-        let key = if self.header == AUTHORIZATION {
-            let (scheme, key) = text.split_once(' ')?;
-            scheme.eq_ignore_ascii_case("bearer").then_some(key)?.trim_matches(' ')
-        } else {
-            text.trim_matches(' ')
-        };
-        Self::is_credential(key).then_some(key)
-    }
-
-    /// Whether a client could send this text as a key at all.
-    pub(crate) fn is_credential(key: &str) -> bool {
-        (1..=CREDENTIAL_MAX).contains(&key.len())
-            && key.bytes().all(|byte| matches!(byte, b' '..=b'~'))
-            && key.trim_matches(' ') == key
-    }
-}
-
 pub(crate) fn header_name(name: &str) -> Result<HeaderName, ConfigError> {
     HeaderName::from_bytes(name.as_bytes()).map_err(|_| ConfigError::HeaderName { name: name.to_owned() })
-}
-
-impl KeyExtractor for ApiKey {
-    fn extract(&self, parts: &Parts) -> Result<BucketKey, NoKey> {
-        self.credential(parts)
-            .filter(|key| self.accepts.as_ref().is_none_or(|accepts| accepts(key)))
-            .map(BucketKey::credential)
-            .ok_or_else(|| NoKey::Credential(self.header.clone()))
-    }
-}
-
-impl fmt::Debug for ApiKey {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ApiKey")
-            .field("header", &self.header)
-            .field("verified", &self.accepts.is_some())
-            .finish_non_exhaustive()
-    }
 }

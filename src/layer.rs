@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use tower_layer::Layer;
 
-use crate::charge::Charge;
-use crate::decision::{Decision, Verdict};
+use crate::decision::Decision;
 use crate::error::{ConfigError, or_panic};
-use crate::failure::{Failures, OnStoreFailure};
+use crate::failure::OnStoreFailure;
 use crate::headers::HeaderStyle;
 use crate::limit::{Limit, Limits};
 use crate::rejection::Problem;
 use crate::service::TokenBucket;
+use crate::settings::{Settings, Shared};
 use crate::store::Store;
 
 /// How long a check may take, unless [`deadline`](TokenBucketLayer::deadline) says otherwise.
@@ -43,34 +43,6 @@ const DEADLINE_DEFAULT: Duration = Duration::from_millis(50);
 pub struct TokenBucketLayer<St, R = Problem> {
     settings: Settings<St>,
     rejection: R,
-}
-
-type OnDecision = dyn Fn(&Decision) + Send + Sync;
-
-/// All that is set, but for the responses, whose type can change.
-#[derive(Clone)]
-pub(crate) struct Settings<St> {
-    pub(crate) store: St,
-    pub(crate) limits: Arc<Limits>,
-    pub(crate) headers: HeaderStyle,
-    pub(crate) deadline: Duration,
-    pub(crate) on_store_failure: OnStoreFailure,
-    pub(crate) share: u32,
-    pub(crate) on_decision: Option<Arc<OnDecision>>,
-    pub(crate) failures: Arc<Failures>,
-}
-
-impl<St> Settings<St> {
-    /// The verdict on a request whose check failed.
-    pub(crate) fn fail(&self, charges: &[Charge], why: &dyn fmt::Display) -> Verdict {
-        self.failures.decide(self.on_store_failure, self.share, charges, why)
-    }
-}
-
-/// What a service and its futures share.
-pub(crate) struct Shared<St, R> {
-    pub(crate) settings: Settings<St>,
-    pub(crate) rejection: R,
 }
 
 impl<St: Store> TokenBucketLayer<St> {

@@ -82,6 +82,7 @@ mod log;
 mod quota;
 mod text;
 
+mod api_key;
 mod charge;
 mod client_ip;
 mod cost;
@@ -99,12 +100,14 @@ pub mod rejection;
 pub mod future;
 mod layer;
 mod service;
+mod settings;
 
 #[cfg(feature = "serde")]
 pub mod config;
 #[cfg(feature = "conformance")]
 pub mod conformance;
 
+pub use api_key::ApiKey;
 pub use charge::{Amount, Charge, LimitName};
 pub use client_ip::{ClientIp, ForwardedBy};
 pub use cost::{Cost, CostTable};
@@ -112,7 +115,7 @@ pub use decision::{Decision, Outcome, Reply, Source};
 pub use error::ConfigError;
 pub use failure::OnStoreFailure;
 pub use headers::HeaderStyle;
-pub use key::{ApiKey, BucketKey, Global, Identity, KeyExtractor, NoKey, Or};
+pub use key::{BucketKey, Global, Identity, KeyExtractor, NoKey, Or};
 pub use layer::TokenBucketLayer;
 pub use limit::Limit;
 pub use quota::{Quota, QuotaError};

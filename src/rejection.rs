@@ -37,6 +37,26 @@ pub enum Reason {
     },
 }
 
+/// Whether to call the inner service, and what was decided.
+#[derive(Debug)]
+pub(crate) struct Verdict {
+    pub(crate) decision: Decision,
+    /// Why not to: `None` to go on.
+    pub(crate) refused: Option<Reason>,
+}
+
+impl Verdict {
+    /// What follows from the decision alone.
+    pub(crate) fn of(decision: Decision) -> Self {
+        let refused = (!decision.is_allowed()).then_some(Reason::Denied);
+        Self { decision, refused }
+    }
+
+    pub(crate) fn refused(reason: Reason, decision: Decision) -> Self {
+        Self { decision, refused: Some(reason) }
+    }
+}
+
 impl Rejection {
     pub(crate) fn new<B>(reason: Reason, decision: Decision, request: &Request<B>) -> Self {
         let content_type = request.headers().get(CONTENT_TYPE);

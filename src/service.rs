@@ -8,12 +8,12 @@ use std::task::{Context, Poll};
 use http::{Request, Response};
 use tower_service::Service;
 
-use crate::decision::{Decision, Source, Verdict};
+use crate::decision::{Decision, Source};
 use crate::future::ResponseFuture;
 use crate::key::NoKey;
-use crate::layer::Shared;
 use crate::limit::Demand;
-use crate::rejection::{Reason, ResponseForRejection};
+use crate::rejection::{Reason, ResponseForRejection, Verdict};
+use crate::settings::Shared;
 use crate::store::Store;
 
 /// The middleware that [`TokenBucketLayer`](crate::TokenBucketLayer) puts around a service.
