@@ -124,7 +124,7 @@ fn step(state: &mut Option<State>, quota: &Quota, amount: Amount, now_us: u64) -
         Amount::Take(cost) => {
             let level = reading.refilled - units(cost, quota);
             if level < 0 {
-                keep(state, &reading, quota, now_us);
+                keep(state, &reading, quota);
                 return reading.reply(reading.refilled, false, now_us);
             }
             level
@@ -138,10 +138,10 @@ fn step(state: &mut Option<State>, quota: &Quota, amount: Amount, now_us: u64) -
 
 /// The two writes that a denial may make, neither of which takes a token: to bring back a time that lies too far ahead,
 /// and to extend a life that this quota, being slower, has made too short for the wait that was promised.
-fn keep(state: &mut Option<State>, reading: &Reading, quota: &Quota, now_us: u64) {
+fn keep(state: &mut Option<State>, reading: &Reading, quota: &Quota) {
     let Some(stored) = *state else { return };
     let own = reading.state(reading.at_us, reading.level, quota);
-    if reading.behind || own.life_ms(now_us) > stored.life_ms(now_us) {
+    if reading.behind || own.expiry_us() > stored.expiry_us() {
         *state = Some(own);
     }
 }
@@ -175,7 +175,7 @@ pub(crate) fn acquire(
             let reading = Reading::new(before[slots[i]].as_ref(), &quota, now_us);
             let allowed = match charge.amount() {
                 Amount::Take(cost) => {
-                    keep(state, &reading, &quota, now_us);
+                    keep(state, &reading, &quota);
                     if charge.is_shadow() { reading.refilled >= units(cost, &quota) } else { replies[i].is_allowed() }
                 }
                 Amount::Spend(_) | Amount::Give(_) | Amount::Peek => true,

@@ -165,6 +165,11 @@ impl Charge {
         self.cost() > self.quota.capacity()
     }
 
+    /// Whether `other` is for the same bucket, and both are in one mode.
+    pub(crate) fn is_same_bucket(&self, other: &Self) -> bool {
+        self.shadow == other.shadow && self.key == other.key && self.limit == other.limit
+    }
+
     /// The same charge on one `n`-th of the quota. A cost that only the whole quota can pay takes the whole share.
     pub(crate) fn share(mut self, n: u32) -> Self {
         let fits = !self.is_too_dear();

@@ -106,7 +106,18 @@ impl Decision {
             return None;
         }
         let outcomes = charges.iter().zip(replies).map(|(charge, reply)| Outcome::new(charge, Some(*reply)));
-        Some(Self::of(outcomes.collect(), Source::Store))
+        let mut decision = Self::of(outcomes.collect(), Source::Store);
+        if !decision.allowed && charges.len() > 1 {
+            // Where a bucket is charged twice, the second charge needs what the first takes as well.
+            let takes = decision.outcomes.iter_mut().enumerate().filter(|(_, outcome)| outcome.cost > 0);
+            for (i, outcome) in takes {
+                let same = |earlier: &&Charge| earlier.cost() > 0 && earlier.is_same_bucket(&charges[i]);
+                for earlier in charges[..i].iter().filter(same) {
+                    outcome.need(earlier.cost());
+                }
+            }
+        }
+        Some(decision)
     }
 
     /// The decision of the layer itself about charges that no store has seen.
@@ -206,6 +217,8 @@ pub struct Outcome {
     limit: LimitName,
     quota: Quota,
     cost: u64,
+    /// What has to be in the bucket for this cost to pass.
+    needed: u64,
     shadow: bool,
     /// `None` when the store was not asked.
     reply: Option<Reply>,
@@ -217,8 +230,18 @@ impl Outcome {
             limit: charge.limit().clone(),
             quota: charge.quota(),
             cost: charge.cost(),
+            needed: charge.cost(),
             shadow: charge.is_shadow(),
             reply,
+        }
+    }
+
+    /// Needs `more` tokens in the bucket than its own cost.
+    fn need(&mut self, more: u64) {
+        self.needed = self.needed.saturating_add(more);
+        if let Some(reply) = &mut self.reply {
+            let units = u128::from(self.needed) * u128::from(self.quota.per_us());
+            reply.allowed = u128::try_from(reply.level).is_ok_and(|level| level >= units);
         }
     }
 
@@ -255,7 +278,7 @@ impl Outcome {
     /// Whether the cost is above the capacity, so that no wait can make it pass.
     #[must_use]
     pub fn is_too_dear(&self) -> bool {
-        self.cost > self.quota.capacity()
+        self.needed > self.quota.capacity()
     }
 
     /// Whether this limit keeps the request from the inner service.
@@ -275,7 +298,7 @@ impl Outcome {
     #[must_use]
     pub fn retry_after(&self) -> Option<Duration> {
         let reply = self.reply.filter(|reply| !reply.is_allowed() && !self.is_too_dear())?;
-        let needed = (self.cost * self.quota.per_us()) as i64;
+        let needed = (self.needed * self.quota.per_us()) as i64;
         Some(self.wait_for(needed, reply))
     }
 

@@ -139,6 +139,10 @@ fn append(headers: &mut HeaderMap, name: HeaderName, items: impl Iterator<Item =
 }
 
 fn join(list: &mut SmallVec<[u8; 256]>, item: &[u8]) {
+    // An empty line is an empty list: nothing to be set apart.
+    if item.trim_ascii().is_empty() {
+        return;
+    }
     if !list.is_empty() {
         list.extend_from_slice(b", ");
     }

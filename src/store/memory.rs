@@ -21,8 +21,9 @@ use crate::store::Store;
 
 /// Locks over disjoint parts of the buckets.
 const SHARDS: usize = 64;
-/// What fills 2¹⁴ places of a shard's table, which keeps an eighth of them empty.
-const BUCKETS_DEFAULT: usize = SHARDS * ((1 << 14) / 8 * 7);
+/// Three quarters of the 2¹⁴ places of a shard's table: it keeps an eighth of them empty, and needs some room for those
+/// that are forgotten.
+const BUCKETS_DEFAULT: usize = SHARDS * ((1 << 14) / 4 * 3);
 /// Places looked at for a bucket to forget whenever a new one is made.
 const LOOK_AT: usize = 8;
 /// The same where a shard is at its bound: a new key waits for no more than this before it shares the overflow bucket.
@@ -32,10 +33,9 @@ const LOOK_AT_BOUND: usize = 64;
 ///
 /// A store is a handle: its clones share the buckets. Memory is bounded. Buckets that are full are forgotten, a few
 /// whenever a new one is made, since a fresh bucket is full as well; no other bucket ever is, so a flood of new keys
-/// resets nothing. A store holds at most 917 504 buckets, or what [`with_buckets`](Self::with_buckets) says, in about 96
-/// bytes each (88 MiB in all, and a half more for the moments in which a table grows). At the bound the keys that have no
-/// bucket share one overflow bucket for each limit: that is logged once and
-/// [counted](Self::overflowed).
+/// resets nothing. A store holds at most 786 432 buckets, or what [`with_buckets`](Self::with_buckets) says, in at most
+/// 97 MiB (97 bytes for each of 2²⁰ places, which are made as they are needed and then kept). At the bound the keys that
+/// have no bucket share one overflow bucket for each limit: that is logged once and [counted](Self::overflowed).
 ///
 /// The clock is monotonic, read once a call, to the microsecond. It is tokio's, so that tests can pause it; no runtime
 /// is needed.
@@ -82,7 +82,7 @@ struct Name {
 }
 
 impl MemoryStore {
-    /// Creates an empty store of at most 917 504 buckets.
+    /// Creates an empty store of at most 786 432 buckets.
     #[must_use]
     pub fn new() -> Self {
         Self::bounded(BUCKETS_DEFAULT)
@@ -307,10 +307,26 @@ impl Shard {
         match self.buckets.find_mut(place.hash, |bucket| bucket.name == place.name) {
             Some(bucket) => bucket.state = state,
             None => {
+                self.renew(hasher);
                 let bucket = Bucket { name: place.name, state };
                 self.buckets.insert_unique(place.hash, bucket, |bucket| hasher.hash_one(bucket.name));
             }
         }
+    }
+
+    /// Makes the table anew in its own size where forgotten buckets have used up its places, which would double it.
+    fn renew(&mut self, hasher: &RandomState) {
+        let (buckets, places) = (self.buckets.len(), self.buckets.num_buckets());
+        // Fuller than that it has to grow.
+        if buckets < self.buckets.capacity() || buckets > places / 16 * 13 {
+            return;
+        }
+        let hash = |bucket: &Bucket| hasher.hash_one(bucket.name);
+        let mut renewed = HashTable::with_capacity(places / 8 * 7);
+        for bucket in self.buckets.drain() {
+            renewed.insert_unique(hash(&bucket), bucket, hash);
+        }
+        self.buckets = renewed;
     }
 
     /// Looks at the next `places` of the table and forgets the buckets there whose life is over.
