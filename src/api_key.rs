@@ -14,11 +14,14 @@ type Accepts = dyn Fn(&str) -> bool + Send + Sync;
 /// A credential longer than this counts as none, in bytes.
 const CREDENTIAL_MAX: usize = 512;
 
+/// What may stand around a credential: HTTP/2 brings it as it was sent, and those who check tokens skip it.
+const BLANKS: [char; 2] = [' ', '\t'];
+
 /// Keys buckets by an API key in a request header.
 ///
 /// A header that is missing, empty, doubled, longer than 512 bytes or not text counts as no key: the next extractor of
 /// [`or`](KeyExtractor::or) is asked, and without one the answer is 401. In `Authorization` the key is what follows
-/// `Bearer`, in any case and with any number of spaces.
+/// `Bearer`, in any case and with any number of blanks.
 ///
 /// # Example
 ///
@@ -37,6 +40,9 @@ pub struct ApiKey {
 impl ApiKey {
     /// Keys by the credential in `header` where `predicate` accepts it. A key that is not accepted counts as none, so
     /// that made-up keys buy nothing.
+    ///
+    /// Each text that the predicate accepts has a bucket of its own. Where one client can have several (tokens that are
+    /// renewed, keys in any case), key by the client instead: [`Identity`](crate::Identity), or a closure.
     ///
     /// # Panics
     ///
@@ -96,10 +102,10 @@ impl ApiKey {
         let (line, None) = (lines.next()?, lines.next()) else { return None };
         let text = line.to_str().ok()?;
         let key = if self.header == AUTHORIZATION {
-            let (scheme, key) = text.split_once(' ')?;
-            scheme.eq_ignore_ascii_case("bearer").then_some(key)?.trim_matches(' ')
+            let (scheme, key) = text.trim_matches(BLANKS).split_once(BLANKS)?;
+            scheme.eq_ignore_ascii_case("bearer").then_some(key)?.trim_start_matches(BLANKS)
         } else {
-            text.trim_matches(' ')
+            text.trim_matches(BLANKS)
         };
         Self::is_credential(key).then_some(key)
     }

@@ -69,7 +69,7 @@ pub(crate) fn is_preflight(parts: &Parts) -> bool {
 /// Behind an axum router the cost comes from the router's own match, so nothing that a client writes in a path can
 /// choose another cost. Elsewhere (plain hyper or tower, a layer around the whole router) the table matches the path
 /// itself, the full one also inside `nest`. A path there that a lenient server may take for another one (by its case,
-/// doubled or trailing slashes, percent-encoding, `;parameters`) costs the most of what it may be taken for.
+/// doubled or trailing slashes, percent-encoding, `;parameters`) costs no less than that one.
 ///
 /// # Example
 ///
@@ -259,9 +259,13 @@ impl CostTable {
             None => found,
             Some(lenient) => {
                 let strict = found.as_ref().map_or(self.default, |found| found.cost);
-                let matches = self.templates.iter().filter(|template| lenient.matches(&template.text));
-                let dearest = matches.filter_map(|template| template.find(method)).max_by_key(|found| found.cost);
-                dearest.filter(|dearest| dearest.cost > strict).or(found)
+                let matches = self.templates.iter().filter_map(|template| {
+                    let found = template.find(method)?;
+                    Some((lenient.matches(&template.text)?, found))
+                });
+                // The most specific one, as a router chooses; where that is two that differ in case, the dearer.
+                let taken_for = matches.max_by(|a, b| (&a.0, a.1.cost).cmp(&(&b.0, b.1.cost)));
+                taken_for.map(|(_, found)| found).filter(|other| other.cost > strict).or(found)
             }
         }
     }
@@ -464,6 +468,9 @@ mod tests {
             ("/health/", 1),
             ("/", 1),
             ("//", 1),
+            // Taken for what is most specific, not for what is dearest.
+            ("/files/A/B", 2),
+            ("/users/ABC/x", 1),
         ] {
             assert_eq!(table.cost(&parts("GET", path)), cost, "{path}");
             assert_eq!(table.cost(&parts("HEAD", path)), cost, "HEAD {path}");

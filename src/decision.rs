@@ -140,6 +140,14 @@ impl Decision {
         self
     }
 
+    /// The same, with the costs that were asked for in the place of those that were charged.
+    pub(crate) fn with_costs_of(mut self, charges: &[Charge]) -> Self {
+        for (outcome, charge) in self.outcomes.iter_mut().zip(charges) {
+            outcome.cost = charge.cost();
+        }
+        self
+    }
+
     /// Whether the request may go on: no enforced limit refuses.
     #[must_use]
     pub fn is_allowed(&self) -> bool {
@@ -269,7 +277,7 @@ impl Outcome {
         self.shadow
     }
 
-    /// Whether this limit, by itself, has the tokens.
+    /// Whether this limit, by itself, has the tokens; `false` when it was not asked.
     #[must_use]
     pub fn is_allowed(&self) -> bool {
         self.reply.is_some_and(|reply| reply.is_allowed()) && !self.is_too_dear()
@@ -284,7 +292,8 @@ impl Outcome {
     /// Whether this limit keeps the request from the inner service.
     #[must_use]
     pub fn refuses(&self) -> bool {
-        !self.shadow && !self.is_allowed()
+        let denied = self.reply.is_some_and(|reply| !reply.is_allowed());
+        !self.shadow && (denied || self.is_too_dear())
     }
 
     /// Whole tokens in the bucket after the decision: 0 to the capacity. `None` when it was not asked.

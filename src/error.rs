@@ -70,6 +70,8 @@ pub enum ConfigError {
     },
     /// A `share` of 0: the local bucket gets one n-th of the quota, n from 1.
     Share,
+    /// A memory store that may hold no bucket.
+    Buckets,
     /// A deadline of zero.
     Deadline,
     /// A prefix of keys outside `[A-Za-z0-9._:-]{1,64}`.
@@ -125,12 +127,16 @@ impl fmt::Display for ConfigError {
                 write!(f, "{hops} hops are not allowed with the header {header}: {most}")
             }
             Self::Share => f.write_str("share 0 is not allowed: 1 or more is (one n-th of the quota)"),
+            Self::Buckets => f.write_str("buckets 0 is not allowed: 1 or more is"),
             Self::Deadline => f.write_str("deadline 0 is not allowed: any longer time is"),
             Self::Prefix { prefix } => {
                 write!(f, "prefix {prefix:?} is not allowed: 1 to 64 of A-Z a-z 0-9 . _ - : are")
             }
             Self::RedisUrl { reason } => write!(f, "the Redis URL cannot be used: {reason}"),
-            Self::HeaderName { name } => write!(f, "{name:?} is not the name of an HTTP header"),
+            Self::HeaderName { name } => write!(
+                f,
+                "header name {name:?} is not allowed: letters, digits and ! # $ % & ' * + - . ^ _ ` | ~ are (RFC 9110, 5.6.2)"
+            ),
             Self::Setting { key, reason } => write!(f, "{key}: {reason}"),
         }
     }

@@ -37,8 +37,6 @@ pub(crate) struct Failures {
     local: MemoryStore,
     /// The last check failed.
     failing: AtomicBool,
-    /// The operator has been told that there is no peer address.
-    no_peer: AtomicBool,
 }
 
 impl Failures {
@@ -55,8 +53,8 @@ impl Failures {
         }
         match policy {
             OnStoreFailure::Local => {
-                let charges: Charges = charges.iter().map(|charge| charge.clone().share(share)).collect();
-                Verdict::of(self.local.acquire_now(&charges).with_source(Source::Local))
+                let shares: Charges = charges.iter().map(|charge| charge.clone().share(share)).collect();
+                Verdict::of(self.local.acquire_now(&shares).with_source(Source::Local).with_costs_of(charges))
             }
             OnStoreFailure::Allow => Verdict::of(Decision::bare(true, Source::Policy)),
             OnStoreFailure::Deny => {
@@ -71,17 +69,6 @@ impl Failures {
         // Read first: the line stays shared between the cores that serve requests.
         if self.failing.load(Ordering::Relaxed) && self.failing.swap(false, Ordering::Relaxed) {
             log::warning!("the store answers again");
-        }
-    }
-
-    /// A request has no peer address: one line says what to do about it.
-    pub(crate) fn no_peer(&self) {
-        if !self.no_peer.swap(true, Ordering::Relaxed) {
-            log::error!(
-                "the address of the peer is not in the request's extensions, so that requests are refused with 503: \
-                 serve with `into_make_service_with_connect_info::<SocketAddr>()`, insert a `SocketAddr`, or add an \
-                 extractor with `.or(…)`"
-            );
         }
     }
 }

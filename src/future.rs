@@ -139,7 +139,10 @@ where
                     return Poll::Ready(result.map(|mut response| {
                         if let Some(decision) = decision {
                             write_fields(response.headers_mut(), &decision, settings.headers);
-                            response.extensions_mut().insert(decision);
+                            // A layer further in may have refused: that decision is the one to see.
+                            if response.extensions().get::<Decision>().is_none_or(Decision::is_allowed) {
+                                response.extensions_mut().insert(decision);
+                            }
                         }
                         response
                     }));

@@ -89,8 +89,7 @@ impl<St: Store, R> TokenBucketLayer<St, R> {
     ///
     /// [`ConfigError::DuplicateLimit`] when a limit has the same name but for its case.
     pub fn try_and(mut self, limit: Limit) -> Result<Self, ConfigError> {
-        let limits = self.settings.limits.iter().cloned().chain([limit]);
-        self.settings.limits = Arc::new(Limits::try_new(limits)?);
+        self.settings.limits = Arc::new(self.settings.limits.try_and(limit)?);
         Ok(self)
     }
 

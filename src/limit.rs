@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use http::request::Parts;
 
@@ -10,6 +11,7 @@ use crate::client_ip::ClientIp;
 use crate::cost::{Cost, CostTable, is_preflight};
 use crate::error::{ConfigError, or_panic};
 use crate::key::{KeyExtractor, NoKey};
+use crate::log;
 use crate::quota::Quota;
 
 type QuotaBy = dyn Fn(&Parts) -> Option<Quota> + Send + Sync;
@@ -148,8 +150,8 @@ impl Limit {
         let quota = self.quota_by.as_ref().and_then(|quota_by| quota_by(parts)).unwrap_or(self.quota);
         let key = match self.key.extract(parts) {
             Ok(key) => key,
-            // A limit that never refuses does not refuse for want of a key either.
-            Err(_) if self.shadow => return Ok(None),
+            // A limit that never refuses does not refuse for want of a key either; the operator hears of a missing peer.
+            Err(why) if self.shadow && why != NoKey::Peer => return Ok(None),
             Err(why) => return Err(why),
         };
         let charge = Charge::new(self.name.clone(), key, quota, Amount::Take(cost));
@@ -168,8 +170,12 @@ impl fmt::Debug for Limit {
 }
 
 /// The limits of a layer: at least one, with different names, in order of declaration.
-#[derive(Clone, Debug)]
-pub(crate) struct Limits(Vec<Limit>);
+#[derive(Debug)]
+pub(crate) struct Limits {
+    limits: Vec<Limit>,
+    /// The operator has been told that there is no peer address.
+    told: Arc<AtomicBool>,
+}
 
 /// What a request asks for.
 #[derive(Debug)]
@@ -178,7 +184,7 @@ pub(crate) enum Demand {
     Nothing,
     /// Tokens.
     Charges(Charges),
-    /// A cost above the capacity, which no wait can pay: the charges that can never pass, of which no store need hear.
+    /// A cost above the capacity, which no wait can pay, is among the charges: no store need hear of them.
     TooDear(Charges),
     /// A limit found no key.
     NoKey(NoKey),
@@ -194,21 +200,33 @@ impl Limits {
             }
             unique.push(limit);
         }
-        if unique.is_empty() { Err(ConfigError::NoLimit) } else { Ok(Self(unique)) }
+        if unique.is_empty() {
+            return Err(ConfigError::NoLimit);
+        }
+        Ok(Self { limits: unique, told: Arc::default() })
     }
 
-    pub(crate) fn iter(&self) -> impl Iterator<Item = &Limit> {
-        self.0.iter()
+    /// These and one more.
+    pub(crate) fn try_and(&self, limit: Limit) -> Result<Self, ConfigError> {
+        let told = Arc::clone(&self.told);
+        Ok(Self { told, ..Self::try_new(self.limits.iter().cloned().chain([limit]))? })
     }
 
     /// Asks each limit for its charge: the key is only looked for where there is a cost.
     pub(crate) fn demand(&self, parts: &Parts) -> Demand {
         let preflight = is_preflight(parts);
         let mut charges = Charges::new();
-        for limit in &self.0 {
+        for limit in &self.limits {
             match limit.charge(parts, preflight) {
                 Ok(charge) => charges.extend(charge),
-                Err(why) => return Demand::NoKey(why),
+                Err(why) => {
+                    if why == NoKey::Peer {
+                        self.tell_of_no_peer();
+                    }
+                    if !limit.shadow {
+                        return Demand::NoKey(why);
+                    }
+                }
             }
         }
         if charges.is_empty() {
@@ -216,9 +234,19 @@ impl Limits {
         }
         let refused = charges.iter().any(|charge| charge.is_too_dear() && !charge.is_shadow());
         if refused || charges.iter().all(Charge::is_too_dear) {
-            charges.retain(|charge| charge.is_too_dear());
             return Demand::TooDear(charges);
         }
         Demand::Charges(charges)
+    }
+
+    /// One line that says what to do about it.
+    fn tell_of_no_peer(&self) {
+        if !self.told.swap(true, Ordering::Relaxed) {
+            log::error!(
+                "the address of the peer is not in the request's extensions, so that requests are refused with 503 (by a \
+                 shadow limit: not seen): serve with `into_make_service_with_connect_info::<SocketAddr>()`, insert a \
+                 `SocketAddr`, or add an extractor with `.or(…)`"
+            );
+        }
     }
 }

@@ -60,7 +60,10 @@ impl Verdict {
 impl Rejection {
     pub(crate) fn new<B>(reason: Reason, decision: Decision, request: &Request<B>) -> Self {
         let content_type = request.headers().get(CONTENT_TYPE);
-        let grpc = content_type.filter(|value| value.as_bytes().starts_with(b"application/grpc")).cloned();
+        let is_grpc = |value: &&HeaderValue| {
+            value.as_bytes().get(..GRPC.len()).is_some_and(|start| start.eq_ignore_ascii_case(GRPC))
+        };
+        let grpc = content_type.filter(is_grpc).cloned();
         Self { reason, decision, head: *request.method() == Method::HEAD, grpc }
     }
 
@@ -208,6 +211,8 @@ impl Rejection {
     }
 }
 
+/// What the content type of a gRPC request starts with.
+const GRPC: &[u8] = b"application/grpc";
 const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 const GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
 /// How long a gRPC client is to wait, in milliseconds; negative tells it not to try again (gRFC A6).

@@ -10,7 +10,6 @@ use tower_service::Service;
 
 use crate::decision::{Decision, Source};
 use crate::future::ResponseFuture;
-use crate::key::NoKey;
 use crate::limit::Demand;
 use crate::rejection::{Reason, ResponseForRejection, Verdict};
 use crate::settings::Shared;
@@ -87,9 +86,6 @@ where
                 ResponseFuture::decided(shared, call, verdict)
             }
             Demand::NoKey(why) => {
-                if why == NoKey::Peer {
-                    settings.failures.no_peer();
-                }
                 let decision = Decision::bare(false, Source::Layer);
                 ResponseFuture::decided(shared, call, Verdict::refused(Reason::NoKey(why), decision))
             }

@@ -40,23 +40,27 @@ impl LenientPath {
         Some(Self(reduced))
     }
 
-    pub(super) fn matches(&self, template: &str) -> bool {
+    /// How specific the template is where it matches, segment by segment; the more so, the greater.
+    pub(super) fn matches(&self, template: &str) -> Option<Vec<u8>> {
+        let mut specific = Vec::new();
         let mut segments = self.0.split(|byte| *byte == b'/');
         // A trailing slash is none here.
         for wanted in template.strip_suffix('/').unwrap_or(template).split('/') {
             let (literal, parameter) = literal_of(wanted);
-            if parameter == Some('*') {
-                // The rest, whose first segment may start with something literal.
-                return segments.next().is_some_and(|segment| starts_with(segment, &literal));
-            }
-            let fits = segments.next().is_some_and(|segment| {
-                starts_with(segment, &literal) && (parameter.is_some() || segment.len() == literal.len())
-            });
-            if !fits {
-                return false;
-            }
+            let segment = segments.next().filter(|segment| starts_with(segment, &literal))?;
+            let rank = match parameter {
+                // The rest, whatever follows.
+                Some('*') => {
+                    specific.push(u8::from(!literal.is_empty()));
+                    return Some(specific);
+                }
+                Some(_) => 2 + u8::from(!literal.is_empty()),
+                None if segment.len() == literal.len() => 4,
+                None => return None,
+            };
+            specific.push(rank);
         }
-        segments.next().is_none()
+        segments.next().is_none().then_some(specific)
     }
 }
 

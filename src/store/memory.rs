@@ -104,11 +104,10 @@ impl MemoryStore {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::Setting`] when `buckets` is 0.
+    /// [`ConfigError::Buckets`] when `buckets` is 0.
     pub fn try_with_buckets(buckets: usize) -> Result<Self, ConfigError> {
         if buckets == 0 {
-            let reason = "0 is not allowed: 1 or more is".to_owned();
-            return Err(ConfigError::Setting { key: "buckets".to_owned(), reason });
+            return Err(ConfigError::Buckets);
         }
         Ok(Self::bounded(buckets))
     }

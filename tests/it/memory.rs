@@ -236,7 +236,7 @@ fn two_charges_of_one_request_are_one_step_for_all_others() {
 
 #[tokio::test(start_paused = true)]
 async fn zero_buckets_are_refused_and_other_numbers_rounded_up() {
-    assert!(matches!(MemoryStore::try_with_buckets(0), Err(ConfigError::Setting { .. })));
+    assert!(matches!(MemoryStore::try_with_buckets(0), Err(ConfigError::Buckets)));
     let panic = std::panic::catch_unwind(|| MemoryStore::with_buckets(0)).unwrap_err();
     let text = MemoryStore::try_with_buckets(0).unwrap_err().to_string();
     assert_eq!(panic.downcast_ref::<String>(), Some(&text));
