@@ -7,281 +7,349 @@
 --           level     in units of 1/p token; negative while a debt is worked off
 --         In e microseconds a bucket earns e * n units, so nothing is ever rounded. No key is a full bucket.
 --
--- KEYS    The bucket of each charge, request after request; a bucket may be named many times.
--- ARGV    One key: a charge. Several keys: runs, until each key has its charge. A run is
---           requests  how many requests, one after the other, make the charges that follow
+-- KEYS    The bucket of each charge, request after request; a bucket may be named many times. At most 4,000 keys.
+-- ARGV    With one key: a charge. With several: runs, until each key has had its charge. A run is
+--           requests  how many requests in a row make the charges that follow, each on keys of its own
 --           charges   how many charges each of them makes, and then these
 --         A charge is five values:
---           kind      take   takes the units if they are there, else refuses
---                     spend  takes them whether they are there or not, down to -full
---                     give   gives them, up to full
---                     peek   changes nothing
---                     after `shadow ` (as in `shadow take`): never refuses, is made when all others of its request pass
---           units     tokens * p, at most 2 * full: what is more cannot be taken, spent or given either
---           quota     `:capacity:n:p:`, n/p in lowest terms
+--           kind      take    takes the units if they are there, else refuses; there are at most `full` of them
+--                     refuse  refuses: a take of more than `full`
+--                     spend   takes them whether they are there or not, down to -full
+--                     give    gives them, up to full
+--                     peek    changes nothing
+--                     `shadow take` and so on: never keeps others from being made, and is made if all those are
+--           units     tokens * p, at most 2 * full: no more can be spent or given
+--           quota     `:capacity:n:p:`, with n/p in lowest terms
 --           full      capacity * p, at most 2^51
---           n         again, as a number of its own
+--           n         once more
 --
 -- Reply   For each charge 2 * level + (1 if the tokens were there), in units of its own quota. One charge is answered
 --         with the integer, several with an array. Where the clock has stepped back and a bucket's time lies ahead of
---         it, an array holds twice as many integers: all of those, then by how many microseconds each bucket is ahead.
---         A value that is not a bucket is an error for each charge of the requests that name it, and only for those;
---         where one charge was asked, the error is the reply.
+--         it, the reply is an array of twice as many integers: these, then by how many microseconds each is ahead.
+--         A key that does not hold a bucket is an error in place of each integer of the requests that name it, and of
+--         those only. An error that is the whole reply has written nothing.
 --
 -- A request makes all of its charges or none. A denial takes nothing and writes nothing, with two exceptions: it brings
--- back a time that lies more than 1 s ahead of the clock, and it extends a life that its own, slower quota needs longer.
--- A bucket is read once and written at most once, together with its life. Every number stays below 2^53 in magnitude,
--- where a double is an exact integer, and so does every product that is not only compared with something smaller;
--- src/bucket.rs computes the same with integers, and a test holds the two together.
+-- back a time that lies more than 1 s ahead of the clock, and extends a life that its own, slower quota needs longer.
+-- A bucket is read once and written at most once, together with its life. Every number is an integer below 2^53, where
+-- doubles are exact and `%d` prints all digits; a product that may be larger is only ever compared with a smaller
+-- number. src/bucket.rs computes the same with integers, and tests/it/redis_script.rs holds the two together.
 
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
-local sub, format, ceil = string.sub, string.format, math.ceil
+local KEYS, ARGV = KEYS, ARGV
+-- With one key: what it holds, once it has been read.
 local single
 
--- The common case, without a table or a function of its own: one request takes from one bucket, which was last written
--- under the same quota and not ahead of the clock. All else goes the long way round, to the same result.
-if #KEYS == 1 then
+-- The common case, which needs neither a table nor a function: one take from a bucket that was last written under the
+-- same quota, and not ahead of the clock. Whatever else there is goes the long way below, to the same result. Numbers
+-- in text become numbers where they are first reckoned with, and only then: that is what most of the time goes into.
+if #KEYS == 1 and ARGV[1] == 'take' then
     single = redis.pcall('GET', KEYS[1])
-    if ARGV[1] == 'take' and not (single and single.err) then
-        local quota, full, n = ARGV[3], ARGV[4] + 0, ARGV[5] + 0
-        local at, level = now, full
-        if single then
-            -- From 2001 to 2286 the time has 16 digits.
-            at, level = nil, nil
-            local rest = 17 + #quota
-            if sub(single, 17, rest - 1) == quota then
-                at, level = tonumber(sub(single, 1, 16)), tonumber(sub(single, rest))
-            end
+    local quota, n = ARGV[3], ARGV[5]
+    local at, level = now, nil
+    if not single then
+        level = ARGV[4]
+    elseif #single > 0 then -- an error has no length
+        local string = string
+        local first, last = string.find(single, quota, 1, true)
+        if first then
+            at, level = string.sub(single, 1, first - 1) + 0, string.sub(single, last + 1)
         end
-        if at and level and at <= now and level <= full and level >= -full then
-            local earned = (now - at) * n
-            if earned < full - level then level = level + earned else level = full end
-            local left = level - ARGV[2]
-            if left < 0 then return 2 * level end
-            local life = ceil(ceil((full - left) / n) / 1000)
-            if life < 1 then life = 1 end
-            local done = redis.pcall('SET', KEYS[1], format('%.0f%s%.0f', now, quota, left), 'PX', life)
-            if done.err then return done end
-            return 2 * left + 1
+    end
+    if level and at <= now then
+        level = level + (now - at) * n
+        local left = level - ARGV[2]
+        -- Not clamped to `full`, which is more than the units: what refuses is below it.
+        if left < 0 and left >= -4503599627370496 then return 2 * level end
+        local full = ARGV[4] + 0
+        if level > full then left = full - ARGV[2] end
+        if left >= 0 then
+            -- x + -x % 1 is x rounded up, without a call; to a microsecond first: both quotients are of integers.
+            local life = (full - left) / n
+            life = (life + -life % 1) / 1000
+            life = life > 1 and life + -life % 1 or 1
+            local value = string.format('%d%s%d', now, quota, left)
+            local done = redis.pcall('SET', KEYS[1], value, 'PX', string.format('%d', life))
+            return done.err and done or 2 * left + 1
         end
     end
 end
 
-local floor, max, min, match = math.floor, math.max, math.min, string.match
-local AHEAD_MAX = 1000000
+local find, sub, format = string.find, string.sub, string.format
+local floor, max, min = math.floor, math.max, math.min
+local total = #KEYS
 local UNITS_MAX = 2251799813685248
-local BUCKET = '^(%d+):(%d+):(%d+):(%d+):(%-?%d+)$'
 
--- The charges of the current run: column by column, the place is the charge's in its request.
-local kinds, shadows, units, quotas, fulls, ns = {}, {}, {}, {}, {}, {}
--- By key: the bucket as this call has left it (false: no key, a table: an error), and its life where it has to be written.
-local buckets, lives = {}, {}
--- The error of the current request, from the first bucket of it that cannot be read.
-local failure
+-- The different keys, and the place of each among them. By that place: the bucket as this call has left it (false: no
+-- key), its expiry where it has to be written, and the error where the key does not hold a bucket.
+local names, slots, count = {}, {}, 0
+local buckets, expiries, errors = nil, {}, {}
+-- By place in KEYS; `aheads` only where the clock is behind.
+local replies, aheads = {}, nil
 
--- floor(part * p / p0) for part < p0, both periods up to 2^45: long division, by digits of p in base 128.
-local function scale(part, p, p0)
-    local quotient, rest, weight = 0, 0, 4398046511104
-    while weight >= 1 do
-        rest = rest * 128 + part * (floor(p / weight) % 128)
-        quotient = quotient * 128 + floor(rest / p0)
-        rest = rest % p0
-        weight = weight / 128
+-- When a bucket is full for its largest capacity, `most` units: a time in microseconds, rounded up.
+local function expiry_of(at, level, most, n)
+    if level >= most then return at end
+    local missing = (most - level) / n
+    return at + missing + -missing % 1
+end
+
+-- A bucket that was written under another quota, in terms of this one: its time, its level (whole tokens are kept, the
+-- part of one is rounded down, and a smaller capacity clamps, a debt as well), the quota's text with the largest
+-- capacity, the units of that, and the expiry of the bucket as it stands. Nothing where it is not a bucket.
+local function convert(bucket, quota, full)
+    local at, capacity0, n0, p0, level0 = string.match(bucket, '^(%d+):(%d+):(%d+):(%d+):(%-?%d+)$')
+    if not at then return end
+    at, capacity0, n0, p0, level0 = at + 0, capacity0 + 0, n0 + 0, p0 + 0, level0 + 0
+    if at > 9007199254740992 or capacity0 < 1 or capacity0 > 2147483648 or n0 < 1 or n0 > 1099511627776
+        or p0 < 1 or p0 > 35184372088832 or level0 < -UNITS_MAX or level0 > UNITS_MAX then
+        return
     end
-    return quotient
-end
-
--- The life of a bucket in milliseconds, `full` being that of its largest capacity: until it is full, rounded up.
-local function life_of(at, full, n, level)
-    return max(1, ceil((at + ceil(max(0, full - level) / n) - now) / 1000))
-end
-
--- The five numbers of a stored bucket, or nothing where it is not one.
-local function parse(bucket)
-    local at, capacity, n, p, level = match(bucket, BUCKET)
-    if at then
-        at, capacity, n, p, level = at + 0, capacity + 0, n + 0, p + 0, level + 0
-        if at < 4 * UNITS_MAX and capacity >= 1 and capacity <= 2147483648 and n >= 1 and n <= 1099511627776
-            and p >= 1 and p <= 35184372088832 and level <= UNITS_MAX and level >= -UNITS_MAX then
-            return at, capacity, n, p, level
+    local capacity, n, p = string.match(quota, '(%d+):(%d+):(%d+)')
+    capacity, p = capacity + 0, p + 0
+    local whole, level, most = floor(level0 / p0), full, full
+    if whole < capacity then
+        -- floor(part * p / p0), both periods up to 2^45: long division, by the digits of p in base 128.
+        local part, quotient, rest, weight = level0 - whole * p0, 0, 0, 4398046511104
+        while weight >= 1 do
+            rest = rest * 128 + part * (floor(p / weight) % 128)
+            quotient = quotient * 128 + floor(rest / p0)
+            rest = rest % p0
+            weight = weight / 128
         end
+        level = max(whole, -capacity) * p + quotient
     end
+    if capacity0 > capacity then
+        quota = format(':%d:%s:%d:', capacity0, n, p)
+        most = min(capacity0 * p, UNITS_MAX)
+    end
+    return at, level, quota, most, expiry_of(at, level0, min(capacity0 * p0, UNITS_MAX), n0)
 end
 
--- A bucket as charge i sees it, before anything is taken:
---   at, level     the time and the level of its last write, in units of this charge's quota
---   refilled      the level now
---   quota, full   `:capacity:n:p:` to be written, with the largest capacity, and that capacity in units, up to 2^51
---   other         whether it was written under another quota
---   behind        whether its time lay too far ahead of the clock, and is now
-local function read(bucket, i)
-    local quota, full, n = quotas[i], fulls[i], ns[i]
-    if not bucket then return now, full, full, quota, full, false, false end
-    local at, level
-    local largest, other, behind = full, false, false
-    local rest = 17 + #quota
-    if sub(bucket, 17, rest - 1) == quota then
-        at, level = tonumber(sub(bucket, 1, 16)), tonumber(sub(bucket, rest))
+-- A bucket as a charge sees it, before anything is taken:
+--   at, level     the time of its last write, or now if that is more than 1 s ahead, and the level now
+--   quota, most   the text to be written between them, with the largest capacity, and the units of that
+--   kept, expiry  what a denial may have to write, and when that expires
+--   least         which it has to if that is later than this: the expiry of the bucket as it stands, or -1
+-- Nothing where the key does not hold a bucket.
+local function read(slot, bucket, quota, full, n)
+    if not bucket then
+        if errors[slot] then return end
+        return now, full, quota, full
     end
-    if not (at and level and level <= full and level >= -full) then
-        local capacity0, n0, p0, level0
-        at, capacity0, n0, p0, level0 = parse(bucket)
+    local at, level, most, least
+    local first, last = find(bucket, quota, 1, true)
+    if first then at, level, most = sub(bucket, 1, first - 1) + 0, sub(bucket, last + 1) + 0, full end
+    if not (first and at >= 0 and level >= -full and level <= full) then
+        at, level, quota, most, least = convert(bucket, quota, full)
         if not at then
-            failure = { err = 'TOKENBUCKET the key holds something else than a bucket' }
-            return now, full, full, quota, full, false, false
-        end
-        local capacity, own_n, p = match(quota, '(%d+):(%d+):(%d+)')
-        capacity, p, other = capacity + 0, p + 0, true
-        local whole = floor(level0 / p0)
-        if whole >= capacity then
-            level = full
-        else
-            level = max(whole, -capacity) * p + scale(level0 - whole * p0, p, p0)
-        end
-        if capacity0 > capacity then
-            quota = format(':%.0f:%s:%.0f:', capacity0, own_n, p)
-            largest = min(capacity0 * p, UNITS_MAX)
+            errors[slot] = { err = 'TOKENBUCKET the key holds something else than a bucket' }
+            return
         end
     end
-    if at > now + AHEAD_MAX then at, behind = now, true end
-    local refilled = level
+    if at > now + 1000000 then at, least = now, -1 end
+    local kept, expiry
+    if least then kept, expiry = format('%d%s%d', at, quota, level), expiry_of(at, level, most, n) end
     if at < now then
         local earned = (now - at) * n
-        if earned < full - level then refilled = level + earned else refilled = full end
+        if earned < full - level then level = level + earned else level = full end
     end
-    return at, level, refilled, quota, largest, other, behind
+    return at, level, quota, most, kept, expiry, least
 end
 
--- The two writes that a denial may make to `bucket`, which charge i has read: the bucket and its life, or nothing.
-local function keep(bucket, i, at, level, quota, largest, other, behind)
-    if bucket and (other or behind) then
-        local life = life_of(at, largest, ns[i], level)
-        if not behind then
-            local at0, capacity0, n0, p0, level0 = parse(bucket)
-            if life <= life_of(at0, min(capacity0 * p0, UNITS_MAX), n0, level0) then return end
-        end
-        return format('%.0f%s%.0f', at, quota, level), life
-    end
-end
-
--- Makes charge i: the reply, by how much the bucket's time is ahead, and where it changes the bucket and its life.
-local function step(bucket, i)
-    local at, level, refilled, quota, largest, other, behind = read(bucket, i)
-    local kind, ahead, left = kinds[i], at - now, nil
+-- What a charge leaves of a level; nothing where it refuses.
+local function charge(kind, level, units, full)
     if kind == 'take' then
-        left = refilled - units[i]
-        if left < 0 then return 2 * refilled, ahead, keep(bucket, i, at, level, quota, largest, other, behind) end
+        if level >= units then return level - units end
     elseif kind == 'spend' then
-        left = max(refilled - units[i], -fulls[i])
+        return max(level - units, -full)
     elseif kind == 'give' then
-        left = min(refilled + units[i], fulls[i])
-    else
-        return 2 * refilled + 1, ahead
+        return min(level + units, full)
+    elseif kind == 'peek' then
+        return level
     end
-    if at < now then at = now end
-    return 2 * left + 1, ahead, format('%.0f%s%.0f', at, quota, left), life_of(at, largest, ns[i], left)
 end
 
--- Each bucket is read once. MGET does not tell a key of another type from no key, so GET is asked as well.
-if single ~= nil then
-    buckets[KEYS[1]] = single
+for i = 1, total do
+    local key = KEYS[i]
+    if not slots[key] then
+        count = count + 1
+        names[count], slots[key] = key, count
+    end
+end
+-- Each bucket is read once. MGET does not tell a key of another type from no key, so that GET is asked as well.
+if single == nil then
+    buckets = redis.pcall('MGET', unpack(names))
+    if buckets.err then return buckets end
+    for slot = 1, count do
+        if not buckets[slot] then
+            local value = redis.pcall('GET', names[slot])
+            if value and value.err then errors[slot] = value else buckets[slot] = value end
+        end
+    end
+elseif single and single.err then
+    return single
 else
-    local names = {}
-    for k = 1, #KEYS do
-        local key = KEYS[k]
-        if buckets[key] == nil then
-            buckets[key] = false
-            names[#names + 1] = key
-        end
-    end
-    local values = redis.call('MGET', unpack(names))
-    for k = 1, #names do
-        buckets[names[k]] = values[k] or redis.pcall('GET', names[k])
-    end
+    buckets = { single }
 end
 
-local replies, aheads, any_ahead = {}, {}, false
-local before, next_arg = 0, 1
-while before < #KEYS do
+local k, arg = 1, 1
+while k <= total do
     local requests, charges = 1, 1
-    if #KEYS > 1 then
-        requests, charges = ARGV[next_arg] + 0, ARGV[next_arg + 1] + 0
-        next_arg = next_arg + 2
+    if total > 1 then
+        requests, charges = ARGV[arg] + 0, ARGV[arg + 1] + 0
+        arg = arg + 2
     end
-    for i = 1, charges do
-        local kind = ARGV[next_arg]
-        shadows[i] = sub(kind, 1, 7) == 'shadow '
-        kinds[i] = shadows[i] and sub(kind, 8) or kind
-        units[i], quotas[i] = ARGV[next_arg + 1] + 0, ARGV[next_arg + 2]
-        fulls[i], ns[i] = ARGV[next_arg + 3] + 0, ARGV[next_arg + 4] + 0
-        next_arg = next_arg + 5
-    end
-    for _ = 1, requests do
-        failure = nil
-        for i = 1, charges do
-            local bucket = buckets[KEYS[before + i]]
-            if bucket and bucket.err then failure = bucket end
-        end
-        -- What the request makes of its buckets; dropped if it is denied.
-        local changed, changed_lives = {}, {}
-        local all = true
-        for pass = 1, failure and 0 or 2 do
-            for i = 1, charges do
-                if shadows[i] == (pass == 2) then
-                    local key = KEYS[before + i]
-                    local bucket = changed[key]
-                    if bucket == nil then bucket = buckets[key] end
-                    local reply, ahead, left, life = step(bucket, i)
-                    replies[before + i], aheads[before + i] = reply, ahead
-                    if left then changed[key], changed_lives[key] = left, life end
-                    if pass == 1 and reply % 2 == 0 then all = false end
+    local last = k + requests * charges - 1
+
+    if charges == 1 then
+        -- Requests that follow each other on one bucket are reckoned in numbers, and its text is made once.
+        local kind, quota = ARGV[arg], ARGV[arg + 2]
+        local units, full, n = ARGV[arg + 1] + 0, ARGV[arg + 3] + 0, ARGV[arg + 4] + 0
+        -- Only kinds in shadow are longer than `refuse`. Alone, such a charge is like any other.
+        if #kind > 6 then kind = sub(kind, 8) end
+        while k <= last do
+            local key, first, left = KEYS[k], k, nil
+            local slot = slots[key]
+            local at, level, text, most, kept, expiry, least = read(slot, buckets[slot], quota, full, n)
+            repeat
+                if not at then
+                    replies[k] = errors[slot]
+                elseif kind == 'take' and level >= units then
+                    level = level - units
+                    left = level
+                    replies[k] = 2 * level + 1
+                else
+                    local after = charge(kind, level, units, full)
+                    if after and kind ~= 'peek' then level, left = after, after end
+                    replies[k] = 2 * level + (after and 1 or 0)
                 end
+                k = k + 1
+            until k > last or KEYS[k] ~= key
+            if at and at > now then
+                aheads = aheads or {}
+                for j = first, k - 1 do aheads[j] = at - now end
             end
-            if not all then break end
+            if left then
+                if at < now then at = now end
+                buckets[slot], expiries[slot] = format('%d%s%d', at, text, left), expiry_of(at, left, most, n)
+            elseif kept and expiry > least and (kind == 'take' or kind == 'refuse') then
+                buckets[slot], expiries[slot] = kept, expiry
+            end
         end
-        if not all then
-            changed, changed_lives = {}, {}
+    else
+        local shadows = false
+        for a = arg, arg + 5 * charges - 1, 5 do shadows = shadows or #ARGV[a] > 6 end
+        -- By charge: its bucket and its expiry before the request, and the level it found, if that was before it too.
+        local before, expiries_before, levels = {}, {}, {}
+        while k <= last do
+            local failure
             for i = 1, charges do
-                local key = KEYS[before + i]
-                local bucket = buckets[key]
-                local at, level, refilled, quota, largest, other, behind = read(bucket, i)
-                local allowed = 1
-                if kinds[i] == 'take' then
-                    local left, life = keep(changed[key] or bucket, i, at, level, quota, largest, other, behind)
-                    if left then changed[key], changed_lives[key] = left, life end
-                    if shadows[i] then
-                        allowed = refilled >= units[i] and 1 or 0
-                    else
-                        allowed = replies[before + i] % 2
+                local slot = slots[KEYS[k + i - 1]]
+                before[i], expiries_before[i], levels[i] = buckets[slot], expiries[slot], nil
+                failure = failure or errors[slot]
+            end
+            -- The enforced charges, then those in shadow, one after the other.
+            local all, pass = true, 1
+            while all and not failure and pass <= (shadows and 2 or 1) do
+                local a = arg
+                for i = 1, charges do
+                    local kind, quota = ARGV[a], ARGV[a + 2]
+                    local shadow = #kind > 6
+                    if shadow == (pass == 2) and not failure then
+                        if shadow then kind = sub(kind, 8) end
+                        local slot, full, n = slots[KEYS[k + i - 1]], ARGV[a + 3] + 0, ARGV[a + 4] + 0
+                        local bucket = buckets[slot]
+                        local at, level, text, most, kept, expiry, least = read(slot, bucket, quota, full, n)
+                        if at then
+                            if bucket == before[i] and not kept then levels[i] = level end
+                            if at > now then
+                                aheads = aheads or {}
+                                aheads[k + i - 1] = at - now
+                            end
+                            local left = charge(kind, level, ARGV[a + 1] + 0, full)
+                            if left then
+                                replies[k + i - 1] = 2 * left + 1
+                                if kind ~= 'peek' then
+                                    if at < now then at = now end
+                                    buckets[slot] = format('%d%s%d', at, text, left)
+                                    expiries[slot] = expiry_of(at, left, most, n)
+                                end
+                            else
+                                replies[k + i - 1] = 2 * level
+                                all = all and shadow
+                                if kept and expiry > least then buckets[slot], expiries[slot] = kept, expiry end
+                            end
+                        else
+                            failure = errors[slot]
+                        end
                     end
+                    a = a + 5
                 end
-                replies[before + i], aheads[before + i] = 2 * refilled + allowed, at - now
+                pass = pass + 1
             end
-        end
-        if failure then
-            for i = 1, charges do replies[before + i], aheads[before + i] = failure, 0 end
-        else
-            for key, bucket in pairs(changed) do buckets[key], lives[key] = bucket, changed_lives[key] end
-            for i = 1, charges do
-                if aheads[before + i] > 0 then any_ahead = true end
+            if failure or not all then
+                for i = 1, charges do
+                    local slot = slots[KEYS[k + i - 1]]
+                    buckets[slot], expiries[slot] = before[i], expiries_before[i]
+                end
+                local a = arg
+                for i = 1, charges do
+                    local place, level = k + i - 1, levels[i]
+                    local slot, kind, quota = slots[KEYS[place]], ARGV[a], ARGV[a + 2]
+                    local shadow = #kind > 6
+                    if shadow then kind = sub(kind, 8) end
+                    local takes = kind == 'take' or kind == 'refuse'
+                    if not failure and not level then
+                        local at, _, kept, expiry, least
+                        local full, n = ARGV[a + 3] + 0, ARGV[a + 4] + 0
+                        at, level, _, _, kept, expiry, least = read(slot, before[i], quota, full, n)
+                        if at and at > now then
+                            aheads = aheads or {}
+                            aheads[place] = at - now
+                        end
+                        if takes and kept then
+                            -- An earlier charge of the request may have kept it for longer already.
+                            if least >= 0 then least = expiries[slot] or least end
+                            if expiry > least then buckets[slot], expiries[slot] = kept, expiry end
+                        end
+                        if not at then failure = errors[slot] end
+                    end
+                    if failure then
+                        for j = k, k + charges - 1 do replies[j] = failure end
+                    elseif not takes then
+                        replies[place] = 2 * level + 1
+                    elseif not shadow then
+                        -- It was decided on what the charges before it left.
+                        replies[place] = 2 * level + replies[place] % 2
+                    elseif kind == 'take' and level >= ARGV[a + 1] + 0 then
+                        replies[place] = 2 * level + 1
+                    else
+                        replies[place] = 2 * level
+                    end
+                    a = a + 5
+                end
             end
+            k = k + charges
         end
-        before = before + charges
     end
+    arg = arg + 5 * charges
 end
 
-for k = 1, before do
-    local key = KEYS[k]
-    if lives[key] then
-        local done = redis.pcall('SET', key, buckets[key], 'PX', lives[key])
+-- Each changed bucket is written once, in one command with its life: until its expiry, rounded up to a millisecond. A
+-- server that refuses one write refuses the first.
+for slot = 1, next(expiries) and count or 0 do
+    if expiries[slot] then
+        local life = (expiries[slot] - now) / 1000
+        life = life > 1 and life + -life % 1 or 1
+        local done = redis.pcall('SET', names[slot], buckets[slot], 'PX', format('%d', life))
         if done.err then return done end
-        lives[key] = nil
     end
 end
-if any_ahead then
-    for k = 1, before do replies[before + k] = max(0, aheads[k]) end
-elseif before == 1 then
+if aheads then
+    for i = 1, total do replies[total + i] = aheads[i] or 0 end
+elseif total == 1 then
     return replies[1]
 end
 return replies

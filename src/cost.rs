@@ -9,7 +9,6 @@ use http::request::Parts;
 use http::{Method, header};
 
 use crate::error::{ConfigError, or_panic};
-use lenient::LenientPath;
 
 /// Finds the cost of a request, in tokens.
 ///
@@ -71,6 +70,10 @@ pub(crate) fn is_preflight(parts: &Parts) -> bool {
 /// itself, the full one also inside `nest`. A path there that a lenient server may take for another one (by its case,
 /// doubled or trailing slashes, percent-encoding, `;parameters`) costs no less than that one.
 ///
+/// A CORS preflight (`OPTIONS` with `Access-Control-Request-Method`) is free unless an entry names `OPTIONS`. In front of a
+/// service that runs a handler whatever the method is, as tonic does, name both: `.route("/{*path}", n)` and
+/// `.route("OPTIONS /{*path}", n)`, or whoever calls a request a preflight pays nothing.
+///
 /// # Example
 ///
 /// ```
@@ -93,6 +96,8 @@ pub struct CostTable {
     by_path: Vec<(Method, matchit::Router<usize>)>,
     /// The same for all other methods, over the entries for any method.
     by_path_any: matchit::Router<usize>,
+    /// Servers differ about the path of a template, such as one with capitals.
+    ambiguous: bool,
 }
 
 /// A template and its costs.
@@ -131,6 +136,7 @@ impl CostTable {
             by_template: HashTable::new(),
             by_path: Vec::new(),
             by_path_any: matchit::Router::new(),
+            ambiguous: false,
         }
     }
 
@@ -179,6 +185,7 @@ impl CostTable {
 
     fn insert(&mut self, route: &str, cost: u64) -> Result<(), String> {
         let (method, text) = parse_route(route)?;
+        self.ambiguous |= lenient::is_ambiguous(&unnamed(text).map(char::from).collect::<String>());
         let index = self.position(text).unwrap_or_else(|| {
             let index = self.templates.len();
             self.templates.push(Template { text: text.into(), by_method: Vec::new(), any: None });
@@ -236,17 +243,27 @@ impl CostTable {
         self.templates[*found.value].find(method)
     }
 
-    /// What the template says that the router has matched, or else the path: the latter, and what else a lenient server
-    /// may take the path for.
-    fn find(&self, parts: &Parts) -> Option<Found> {
+    /// What the most specific template says that a lenient server may find for the path; where that is two that differ
+    /// in case, the dearer.
+    fn find_lenient(&self, method: &Method, path: &[u8], any_case: bool) -> Option<Found> {
+        let matches = self.templates.iter().filter_map(|template| {
+            let found = template.find(method)?;
+            Some((lenient::matches(path, &template.text, any_case)?, found))
+        });
+        matches.max_by(|a, b| (&a.0, a.1.cost).cmp(&(&b.0, b.1.cost))).map(|(_, found)| found)
+    }
+
+    /// The largest `charge` for what a request may be taken for: by the router's own match that is one thing; by a path
+    /// about which servers differ it is several.
+    fn most(&self, parts: &Parts, charge: impl Fn(Option<Found>) -> u64) -> u64 {
         if self.templates.is_empty() {
-            return None;
+            return charge(None);
         }
         let method = if parts.method == Method::HEAD { &Method::GET } else { &parts.method };
         #[cfg(feature = "axum")]
         let path = {
             if let Some(template) = parts.extensions.get::<axum::extract::MatchedPath>() {
-                return self.find_template(method, template.as_str());
+                return charge(self.find_template(method, template.as_str()));
             }
             // Inside a `nest` the router has cut the prefix from the path.
             let original = parts.extensions.get::<axum::extract::OriginalUri>();
@@ -254,30 +271,27 @@ impl CostTable {
         };
         #[cfg(not(feature = "axum"))]
         let path = parts.uri.path();
-        let found = self.find_path(method, path);
-        match LenientPath::new(path) {
-            None => found,
-            Some(lenient) => {
-                let strict = found.as_ref().map_or(self.default, |found| found.cost);
-                let matches = self.templates.iter().filter_map(|template| {
-                    let found = template.find(method)?;
-                    Some((lenient.matches(&template.text)?, found))
-                });
-                // The most specific one, as a router chooses; where that is two that differ in case, the dearer.
-                let taken_for = matches.max_by(|a, b| (&a.0, a.1.cost).cmp(&(&b.0, b.1.cost)));
-                taken_for.map(|(_, found)| found).filter(|other| other.cost > strict).or(found)
-            }
+        let strict = charge(self.find_path(method, path));
+        if !self.ambiguous && !lenient::is_ambiguous(path) {
+            return strict;
         }
+        let Some(readings) = lenient::readings(path) else {
+            return self.templates.iter().map(|template| charge(template.find(method))).fold(strict, u64::max);
+        };
+        let read = readings.iter().flat_map(|path| [(path, true), (path, false)]);
+        // The path itself in its own case has been looked up.
+        let read = read.enumerate().filter(|(i, _)| *i != 1).map(|(_, read)| read);
+        read.map(|(path, any_case)| charge(self.find_lenient(method, path, any_case))).fold(strict, u64::max)
     }
 }
 
 impl Cost for CostTable {
     fn cost(&self, parts: &Parts) -> u64 {
-        self.find(parts).map_or(self.default, |found| found.cost)
+        self.most(parts, |found| found.map_or(self.default, |found| found.cost))
     }
 
     fn preflight_cost(&self, parts: &Parts) -> u64 {
-        self.find(parts).filter(|found| found.own).map_or(0, |found| found.cost)
+        self.most(parts, |found| found.filter(|found| found.own).map_or(0, |found| found.cost))
     }
 
     fn largest(&self) -> Option<(u64, String)> {

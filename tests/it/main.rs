@@ -1,3 +1,15 @@
 //! All integration tests, in one binary.
 #![allow(clippy::unwrap_used)] // A test that fails may panic.
 
+#[path = "../support/server.rs"]
+mod server;
+
+mod arithmetic;
+mod fields;
+mod http_contract;
+mod identity;
+mod memory;
+mod plumbing;
+mod redis_script;
+mod redis_store;
+mod servers;

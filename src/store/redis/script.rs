@@ -69,6 +69,7 @@ impl Script {
         for charge in charges {
             let quota = charge.quota();
             let (kind, tokens) = match charge.amount() {
+                Amount::Take(_) if charge.is_too_dear() => ("refuse", 0),
                 Amount::Take(tokens) => ("take", tokens),
                 Amount::Spend(tokens) => ("spend", tokens),
                 Amount::Give(tokens) => ("give", tokens),

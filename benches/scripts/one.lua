@@ -1,0 +1,2 @@
+-- What a script costs that does nothing.
+return 1
