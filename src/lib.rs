@@ -74,7 +74,7 @@
 //! | `redis` | `RedisStore` | yes |
 //! | `tracing` | events instead of the few lines on stderr | |
 //! | `serde` | `config`: limits from a file | |
-//! | `conformance` | `conformance`: the exact model, for those who write a store | |
+//! | `conformance` | `conformance`: tests and the exact model for those who write a store | |
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod error;
