@@ -98,9 +98,11 @@ async fn load(file: Option<&str>) -> Result<(Option<SocketAddr>, Router), String
     let file = file.unwrap_or("examples/api.toml");
     let config: Config = toml::from_str(&text).map_err(|error| format!("{file}{}", place_and_reason(&text, &error)))?;
     let api = async {
+        // All settings are checked before a server is asked.
+        let memory = config.layer(MemoryStore::new())?;
         Ok::<_, ConfigError>(match config.redis_store().await? {
             Some(store) => app(config.layer(store)?),
-            None => app(config.layer(MemoryStore::new())?),
+            None => app(memory),
         })
     };
     Ok((config.listen(), api.await.map_err(|error| format!("{file}: {error}"))?))
@@ -113,14 +115,44 @@ async fn start() -> Result<(SocketAddr, Router), String> {
     Ok((arguments.listen.or(listen).unwrap_or(SocketAddr::from(([127, 0, 0, 1], 3000))), app))
 }
 
-/// The line and the key that an error is about: the rest of the line may hold a credential and is not shown.
+/// The line and the setting that an error is about. Nothing else of the line is shown, nor a value that looks like a URL:
+/// there may be a credential in it.
 fn place_and_reason(text: &str, error: &toml::de::Error) -> String {
+    const SETTINGS: [&str; 26] = [
+        "listen",
+        "headers",
+        "store",
+        "redis",
+        "cluster",
+        "sentinel",
+        "master",
+        "deadline",
+        "on_failure",
+        "share",
+        "prefix",
+        "secret",
+        "client_ip",
+        "header",
+        "trusted_proxies",
+        "ipv6_prefix",
+        "limits",
+        "name",
+        "key",
+        "api_key_header",
+        "api_keys",
+        "capacity",
+        "refill",
+        "per",
+        "default_cost",
+        "shadow",
+    ];
     let start = error.span().map_or(0, |span| span.start);
     let before = text.get(..start).unwrap_or_default();
     let line = before.lines().count().max(1) + usize::from(before.ends_with('\n'));
     let key = text.lines().nth(line - 1).and_then(|line| line.split_once('=')).map_or("", |(key, _)| key.trim());
-    let colon = if key.is_empty() { "" } else { ": " };
-    format!(":{line}: {key}{colon}{}", error.message())
+    let place = if SETTINGS.contains(&key) { format!("{key}: ") } else { String::new() };
+    let reason = error.message();
+    format!(":{line}: {place}{}", if reason.contains("://") { "a URL does not belong here" } else { reason })
 }
 
 async fn serve(listen: SocketAddr, app: Router) -> std::io::Result<()> {
@@ -128,6 +160,32 @@ async fn serve(listen: SocketAddr, app: Router) -> std::io::Result<()> {
     println!("listening on http://{}", listener.local_addr()?);
     // The peer's address is what a client without a key is known by.
     axum::serve(listener, app.into_make_service_with_connect_info::<SocketAddr>()).await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_credential_is_in_no_error_of_a_file() {
+        for text in [
+            "[[limits]]\napi_keys = [\n\"a\",\n\"s3cret==\"\n\"s3cret==\"\n]",
+            "[[limits]]\napi_keys = [\n\"s3cret==\n]",
+            "[[limits]]\napi_keys = [\ns3cret==\n]",
+            "[[limits]]\napi_keys = [\n\"s3cret=\\q\"\n]",
+            "headers = \"redis://u:s3cret@h\"",
+            "[store]\n\"redis://u:s3cret@h\" = 1",
+            "[[limits]]\napi_keys = \"s3cret\"",
+            "[store]\nsecret = [\"s3cret\"]",
+        ] {
+            let error = toml::from_str::<Config>(text).expect_err(text);
+            let shown = place_and_reason(text, &error);
+            assert!(shown.starts_with(':') && !shown.contains("s3cret"), "{text}: {shown}");
+        }
+        let text = "[[limits]]\nname = \"a\"\ncapcity = 3";
+        let shown = place_and_reason(text, &toml::from_str::<Config>(text).expect_err(text));
+        assert!(shown.starts_with(":3: ") && shown.contains("unknown field `capcity`"), "{shown}");
+    }
 }
 
 #[tokio::main]

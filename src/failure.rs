@@ -49,7 +49,7 @@ impl Failures {
         why: &dyn fmt::Display,
     ) -> Verdict {
         if !self.failing.swap(true, Ordering::Relaxed) {
-            log::warning!("the store does not answer ({why}): {policy:?} applies until it does");
+            log::warning!("a check of the store failed ({why}): {policy:?} applies to those that do");
         }
         match policy {
             OnStoreFailure::Local => {
@@ -68,7 +68,7 @@ impl Failures {
     pub(crate) fn answered(&self) {
         // Read first: the line stays shared between the cores that serve requests.
         if self.failing.load(Ordering::Relaxed) && self.failing.swap(false, Ordering::Relaxed) {
-            log::warning!("the store answers again");
+            log::warning!("checks of the store succeed again");
         }
     }
 }
