@@ -2,7 +2,6 @@
 
 use std::convert::Infallible;
 use std::future::ready;
-use std::io;
 use std::net::SocketAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
@@ -26,49 +25,12 @@ use tower_token_bucket::{
     ApiKey, BucketKey, ClientIp, ConfigError, CostTable, Decision, Global, HeaderStyle, Identity, KeyExtractor, Limit,
     LimitName, MemoryStore, NoKey, OnStoreFailure, Quota, RedisStore, Source, Store, TokenBucketLayer,
 };
-use tracing_subscriber::fmt::MakeWriter;
-use tracing_subscriber::util::SubscriberInitExt;
 
+use crate::log::Log;
 use crate::plumbing::Fragile;
 
 const QUOTA_EXCEEDED: &str = "https://iana.org/assignments/http-problem-types#quota-exceeded";
 const REDUCED_CAPACITY: &str = "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity";
-
-/// The lines that this thread logs.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Log(Arc<Mutex<Vec<u8>>>);
-
-impl Log {
-    /// Captures until the guard is dropped.
-    pub(crate) fn capture() -> (Self, impl Drop) {
-        let log = Self::default();
-        let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(log.clone()).finish();
-        (log, subscriber.set_default())
-    }
-
-    pub(crate) fn lines(&self) -> Vec<String> {
-        String::from_utf8_lossy(&self.0.lock().unwrap()).lines().map(str::to_owned).collect()
-    }
-}
-
-impl io::Write for Log {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.lock().unwrap().extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-impl<'a> MakeWriter<'a> for Log {
-    type Writer = Self;
-
-    fn make_writer(&'a self) -> Self {
-        self.clone()
-    }
-}
 
 /// One bucket for all requests.
 fn limit(name: &str, quota: Quota) -> Limit {

@@ -3,7 +3,6 @@
 use std::collections::{BTreeMap, HashSet};
 use std::convert::Infallible;
 use std::future::ready;
-use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -25,10 +24,8 @@ use tower_token_bucket::{
     Amount, ApiKey, BucketKey, Charge, ClientIp, ConfigError, CostTable, Decision, Global, Identity, KeyExtractor,
     Limit, LimitName, MemoryStore, NoKey, OnStoreFailure, Quota, RedisStore, Store, TokenBucketLayer,
 };
-use tracing_subscriber::fmt::MakeWriter;
-use tracing_subscriber::fmt::format::FmtSpan;
-use tracing_subscriber::util::SubscriberInitExt;
 
+use crate::log::Log;
 use crate::server::Server;
 
 // Client addresses.
@@ -992,46 +989,6 @@ async fn ten_thousand_hostile_identities_have_one_key_each_all_of_one_form_and_s
 
 // A canary credential.
 
-/// What is logged on this thread, at TRACE, by anybody.
-#[derive(Clone, Debug, Default)]
-struct Log(Arc<Mutex<Vec<u8>>>);
-
-impl Log {
-    fn capture() -> (Self, impl Drop) {
-        let log = Self::default();
-        let subscriber = tracing_subscriber::fmt()
-            .with_max_level(tracing_subscriber::filter::LevelFilter::TRACE)
-            .with_span_events(FmtSpan::FULL)
-            .with_ansi(false)
-            .with_writer(log.clone())
-            .finish();
-        (log, subscriber.set_default())
-    }
-
-    fn text(&self) -> String {
-        String::from_utf8_lossy(&self.0.lock().unwrap()).into_owned()
-    }
-}
-
-impl io::Write for Log {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.lock().unwrap().extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-impl<'a> MakeWriter<'a> for Log {
-    type Writer = Self;
-
-    fn make_writer(&'a self) -> Self {
-        self.clone()
-    }
-}
-
 /// All that a response shows: status, headers, body, and the decision in its extensions.
 async fn all_of(answer: Response<Body>) -> (StatusCode, String) {
     let (parts, body) = answer.into_parts();
@@ -1058,7 +1015,7 @@ fn monitored(monitor: &mut crate::server::Connection, server: &Server) -> Vec<St
 /// `canary` in all of it: the accepted key, one that is not accepted, the operator's secret and Redis's password.
 #[tokio::test]
 async fn a_canary_credential_is_nowhere() {
-    let (log, _guard) = Log::capture();
+    let (log, _guard) = Log::capture_all();
     let server = Server::start_with(&["--requirepass", "canary-password"]);
     let mut monitor = server.connect();
     let mut command = Vec::new();

@@ -1,6 +1,8 @@
 //! All integration tests, in one binary.
 #![allow(clippy::unwrap_used)] // A test that fails may panic.
 
+#[path = "../support/log.rs"]
+mod log;
 #[path = "../support/server.rs"]
 mod server;
 

@@ -1005,7 +1005,7 @@ async fn the_store_is_asked_again_at_the_next_request_and_heals_by_itself() {
 
 #[tokio::test(start_paused = true)]
 async fn an_outage_is_told_once_and_so_is_its_end() {
-    let (log, _guard) = crate::http_contract::Log::capture();
+    let (log, _guard) = crate::log::Log::capture();
     let store = Fragile::default();
     let layer = TokenBucketLayer::new(store.clone(), limit(tokens(100)));
     for _ in 0..3 {

@@ -130,7 +130,7 @@ async fn axum_serves_and_refuses() {
 
 #[tokio::test]
 async fn axum_without_connect_info_answers_503_and_says_why() {
-    let (log, _guard) = crate::http_contract::Log::capture();
+    let (log, _guard) = crate::log::Log::capture();
     let app = Router::new().route("/users/{id}", get(|| async { "ok" })).layer(layer(5));
     let (listener, address) = listener().await;
     tokio::spawn(async move { axum::serve(listener, app).await });
