@@ -120,6 +120,12 @@ impl Charge {
         self
     }
 
+    /// The same charge of another amount.
+    pub(crate) fn with(&self, amount: Amount) -> Self {
+        let Self { limit, key, quota, shadow, .. } = self.clone();
+        Self { shadow, ..Self::new(limit, key, quota, amount) }
+    }
+
     /// The limit that charges.
     #[must_use]
     pub fn limit(&self) -> &LimitName {

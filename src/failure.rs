@@ -40,17 +40,15 @@ pub(crate) struct Failures {
 }
 
 impl Failures {
-    /// What to do with a request whose check failed.
-    pub(crate) fn decide(
-        &self,
-        policy: OnStoreFailure,
-        share: u32,
-        charges: &[Charge],
-        why: &dyn fmt::Display,
-    ) -> Verdict {
+    /// A check failed.
+    pub(crate) fn failed(&self, policy: OnStoreFailure, why: &dyn fmt::Display) {
         if !self.failing.swap(true, Ordering::Relaxed) {
             log::warning!("a check of the store failed ({why}): {policy:?} applies to those that do");
         }
+    }
+
+    /// What to do with a request whose check failed.
+    pub(crate) fn decide(&self, policy: OnStoreFailure, share: u32, charges: &[Charge]) -> Verdict {
         match policy {
             OnStoreFailure::Local => {
                 let shares: Charges = charges.iter().map(|charge| charge.clone().share(share)).collect();
@@ -62,6 +60,11 @@ impl Failures {
                 Verdict::refused(reason, Decision::bare(false, Source::Policy))
             }
         }
+    }
+
+    /// Makes a charge that does not refuse in this instance's own bucket.
+    pub(crate) fn charge(&self, charge: &Charge) {
+        self.local.acquire_now(std::slice::from_ref(charge));
     }
 
     /// A check was answered.

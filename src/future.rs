@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::future::Future;
+use std::mem;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -16,6 +17,7 @@ use crate::decision::Decision;
 use crate::headers::write_fields;
 use crate::rejection::{Rejection, ResponseForRejection, Verdict, respond};
 use crate::settings::Shared;
+use crate::settle::Settle;
 use crate::store::Store;
 
 pin_project! {
@@ -50,6 +52,8 @@ pin_project! {
         Decided {
             call: Option<(S, Request<ReqBody>)>,
             verdict: Option<Verdict>,
+            // Those that the verdict is about.
+            charges: Charges,
         },
         Calling {
             #[pin]
@@ -75,7 +79,7 @@ where
     }
 
     pub(crate) fn decided(shared: Arc<Shared<St, R>>, call: (S, Request<ReqBody>), verdict: Verdict) -> Self {
-        Self { shared, state: State::Decided { call: Some(call), verdict: Some(verdict) } }
+        Self { shared, state: State::Decided { call: Some(call), verdict: Some(verdict), charges: Charges::new() } }
     }
 }
 
@@ -96,21 +100,22 @@ where
                 StateProject::Acquiring { acquire, call, charges, deadline } => {
                     let verdict = match acquire.poll(cx) {
                         Poll::Ready(Ok(decision)) => {
-                            settings.failures.answered();
+                            settings.checks.failures.answered();
                             Verdict::of(decision)
                         }
-                        Poll::Ready(Err(error)) => settings.fail(charges, &error),
+                        Poll::Ready(Err(error)) => settings.checks.fail(charges, &error),
                         Poll::Pending => {
-                            let sleep = || Box::pin(tokio::time::sleep(settings.deadline));
+                            let sleep = || Box::pin(tokio::time::sleep(settings.checks.deadline));
                             ready!(deadline.get_or_insert_with(sleep).as_mut().poll(cx));
-                            settings.fail(charges, &format_args!("no answer within {:?}", settings.deadline))
+                            settings.checks.fail(charges, &settings.checks.late())
                         }
                     };
+                    let charges = mem::take(charges);
                     let call = call.take();
-                    this.state.set(State::Decided { call, verdict: Some(verdict) });
+                    this.state.set(State::Decided { call, verdict: Some(verdict), charges });
                 }
                 // Decided => Calling | Done
-                StateProject::Decided { call, verdict } => {
+                StateProject::Decided { call, verdict, charges } => {
                     let (mut inner, mut request) = call.take().expect("polled after completion");
                     let Verdict { decision, refused } = verdict.take().expect("polled after completion");
                     if let Some(hook) = &settings.on_decision {
@@ -118,6 +123,9 @@ where
                     }
                     match refused {
                         None => {
+                            if settings.settle {
+                                Settle::insert(request.extensions_mut(), settings, charges, &decision);
+                            }
                             request.extensions_mut().insert(decision.clone());
                             let response = inner.call(request);
                             this.state.set(State::Calling { response, decision: Some(decision) });

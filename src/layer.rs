@@ -6,18 +6,17 @@ use std::time::Duration;
 
 use tower_layer::Layer;
 
+use crate::checks::Checks;
 use crate::decision::Decision;
 use crate::error::{ConfigError, or_panic};
 use crate::failure::OnStoreFailure;
 use crate::headers::HeaderStyle;
 use crate::limit::{Limit, Limits};
 use crate::rejection::Problem;
+use crate::reload::LimitsHandle;
 use crate::service::TokenBucket;
 use crate::settings::{Settings, Shared};
 use crate::store::Store;
-
-/// How long a check may take, unless [`deadline`](TokenBucketLayer::deadline) says otherwise.
-const DEADLINE_DEFAULT: Duration = Duration::from_millis(50);
 
 /// Puts token buckets in front of a service: each request takes its cost from the bucket of its key, or is refused
 /// before the inner service is called.
@@ -59,14 +58,11 @@ impl<St: Store> TokenBucketLayer<St> {
     /// but for their case.
     pub fn try_new(store: St, limits: impl IntoIterator<Item = Limit>) -> Result<Self, ConfigError> {
         let settings = Settings {
-            store,
-            limits: Arc::new(Limits::try_new(limits)?),
+            limits: LimitsHandle::new(Limits::try_new(limits)?),
+            checks: Checks::new(store),
             headers: HeaderStyle::default(),
-            deadline: DEADLINE_DEFAULT,
-            on_store_failure: OnStoreFailure::default(),
-            share: 1,
             on_decision: None,
-            failures: Arc::default(),
+            settle: false,
         };
         Ok(Self { settings, rejection: Problem })
     }
@@ -89,8 +85,25 @@ impl<St: Store, R> TokenBucketLayer<St, R> {
     ///
     /// [`ConfigError::DuplicateLimit`] when a limit has the same name but for its case.
     pub fn try_and(mut self, limit: Limit) -> Result<Self, ConfigError> {
-        self.settings.limits = Arc::new(self.settings.limits.try_and(limit)?);
+        let limits = self.settings.limits.now().replaced(self.settings.limits.limits().into_iter().chain([limit]))?;
+        // Its own, since clones of the layer keep theirs.
+        self.settings.limits = LimitsHandle::new(limits);
         Ok(self)
+    }
+
+    /// What replaces the limits of this layer, of its clones and of all their services while they run.
+    ///
+    /// Call it last: [`and`](Self::and) makes a layer whose limits are its own, which earlier handles do not reach.
+    #[must_use]
+    pub fn handle(&self) -> LimitsHandle {
+        self.settings.limits.clone()
+    }
+
+    /// Puts a [`Settle`](crate::Settle) into the extensions of every request that reaches the inner service: with it a
+    /// handler charges more, or gives back, once the real cost is known.
+    pub fn settle(mut self) -> Self {
+        self.settings.settle = true;
+        self
     }
 
     /// Sets which fields tell a client how much is left; by default [`HeaderStyle::Draft11`].
@@ -107,7 +120,7 @@ impl<St: Store, R> TokenBucketLayer<St, R> {
 
     /// Sets what happens when the store fails; by default [`OnStoreFailure::Local`].
     pub fn on_store_failure(mut self, policy: OnStoreFailure) -> Self {
-        self.settings.on_store_failure = policy;
+        self.settings.checks.on_store_failure = policy;
         self
     }
 
@@ -132,7 +145,7 @@ impl<St: Store, R> TokenBucketLayer<St, R> {
         if n == 0 {
             return Err(ConfigError::Share);
         }
-        self.settings.share = n;
+        self.settings.checks.share = n;
         Ok(self)
     }
 
@@ -157,7 +170,7 @@ impl<St: Store, R> TokenBucketLayer<St, R> {
         if deadline.is_zero() {
             return Err(ConfigError::Deadline);
         }
-        self.settings.deadline = deadline;
+        self.settings.checks.deadline = deadline;
         Ok(self)
     }
 
@@ -182,9 +195,9 @@ impl<St, R> fmt::Debug for TokenBucketLayer<St, R> {
         f.debug_struct("TokenBucketLayer")
             .field("limits", &self.settings.limits)
             .field("headers", &self.settings.headers)
-            .field("deadline", &self.settings.deadline)
-            .field("on_store_failure", &self.settings.on_store_failure)
-            .field("share", &self.settings.share)
+            .field("deadline", &self.settings.checks.deadline)
+            .field("on_store_failure", &self.settings.checks.on_store_failure)
+            .field("share", &self.settings.checks.share)
             .finish_non_exhaustive()
     }
 }

@@ -93,14 +93,17 @@ mod bucket;
 mod decision;
 mod store;
 
+mod checks;
 mod failure;
 pub mod headers;
 pub mod rejection;
 
 pub mod future;
 mod layer;
+mod reload;
 mod service;
 mod settings;
+mod settle;
 
 #[cfg(feature = "serde")]
 pub mod config;
@@ -119,7 +122,9 @@ pub use key::{BucketKey, Global, Identity, KeyExtractor, NoKey, Or};
 pub use layer::TokenBucketLayer;
 pub use limit::Limit;
 pub use quota::{Quota, QuotaError};
+pub use reload::LimitsHandle;
 pub use service::TokenBucket;
+pub use settle::Settle;
 pub use store::Store;
 pub use store::memory::MemoryStore;
 #[cfg(feature = "redis")]

@@ -10,7 +10,7 @@ use crate::charge::{Amount, Charge, Charges, LimitName};
 use crate::client_ip::ClientIp;
 use crate::cost::{Cost, CostTable, is_preflight};
 use crate::error::{ConfigError, or_panic};
-use crate::key::{KeyExtractor, NoKey};
+use crate::key::{BucketKey, KeyExtractor, NoKey};
 use crate::log;
 use crate::quota::Quota;
 
@@ -141,6 +141,11 @@ impl Limit {
         self.shadow
     }
 
+    /// A charge of this limit to the bucket of `key`.
+    pub(crate) fn charge_to(&self, key: BucketKey, amount: Amount) -> Charge {
+        Charge::new(self.name.clone(), key, self.quota, amount)
+    }
+
     /// What this limit charges a request: nothing where the cost is 0.
     fn charge(&self, parts: &Parts, preflight: bool) -> Result<Option<Charge>, NoKey> {
         let cost = if preflight { self.cost.preflight_cost(parts) } else { self.cost.cost(parts) };
@@ -170,7 +175,6 @@ impl fmt::Debug for Limit {
 }
 
 /// The limits of a layer: at least one, with different names, in order of declaration.
-#[derive(Debug)]
 pub(crate) struct Limits {
     limits: Vec<Limit>,
     /// The operator has been told that there is no peer address.
@@ -206,10 +210,14 @@ impl Limits {
         Ok(Self { limits: unique, told: Arc::default() })
     }
 
-    /// These and one more.
-    pub(crate) fn try_and(&self, limit: Limit) -> Result<Self, ConfigError> {
+    /// Others in their place.
+    pub(crate) fn replaced(&self, limits: impl IntoIterator<Item = Limit>) -> Result<Self, ConfigError> {
         let told = Arc::clone(&self.told);
-        Ok(Self { told, ..Self::try_new(self.limits.iter().cloned().chain([limit]))? })
+        Ok(Self { told, ..Self::try_new(limits)? })
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Limit> {
+        self.limits.iter()
     }
 
     /// Asks each limit for its charge: the key is only looked for where there is a cost.

@@ -66,30 +66,24 @@ where
 
         let settings = &self.shared.settings;
         let (parts, body) = request.into_parts();
-        let demand = settings.limits.demand(&parts);
+        // One look at the limits: a request is never judged by a mixture.
+        let demand = settings.limits.now().demand(&parts);
         let call = (inner, Request::from_parts(parts, body));
         let shared = Arc::clone(&self.shared);
-        match demand {
+        let verdict = match demand {
             Demand::Charges(charges) => {
-                let acquire = settings.store.acquire(&charges);
-                ResponseFuture::acquiring(shared, call, acquire, charges)
+                let acquire = settings.checks.store.acquire(&charges);
+                return ResponseFuture::acquiring(shared, call, acquire, charges);
             }
-            Demand::Nothing => ResponseFuture::decided(shared, call, Verdict::of(Decision::bare(true, Source::Exempt))),
+            Demand::Nothing => Verdict::of(Decision::bare(true, Source::Exempt)),
             Demand::TooDear(charges) => {
                 let decision = Decision::unasked(&charges);
                 // Only shadow limits: they do not refuse.
-                let verdict = if decision.is_allowed() {
-                    Verdict::of(decision)
-                } else {
-                    Verdict::refused(Reason::TooDear, decision)
-                };
-                ResponseFuture::decided(shared, call, verdict)
+                if decision.is_allowed() { Verdict::of(decision) } else { Verdict::refused(Reason::TooDear, decision) }
             }
-            Demand::NoKey(why) => {
-                let decision = Decision::bare(false, Source::Layer);
-                ResponseFuture::decided(shared, call, Verdict::refused(Reason::NoKey(why), decision))
-            }
-        }
+            Demand::NoKey(why) => Verdict::refused(Reason::NoKey(why), Decision::bare(false, Source::Layer)),
+        };
+        ResponseFuture::decided(shared, call, verdict)
     }
 }
 

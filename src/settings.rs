@@ -1,36 +1,23 @@
 //! What is set on a layer, as its services and their futures share it.
 
-use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
 
-use crate::charge::Charge;
+use crate::checks::Checks;
 use crate::decision::Decision;
-use crate::failure::{Failures, OnStoreFailure};
 use crate::headers::HeaderStyle;
-use crate::limit::Limits;
-use crate::rejection::Verdict;
+use crate::reload::LimitsHandle;
 
 pub(crate) type OnDecision = dyn Fn(&Decision) + Send + Sync;
 
 /// All that is set, but for the responses, whose type can change.
 #[derive(Clone)]
 pub(crate) struct Settings<St> {
-    pub(crate) store: St,
-    pub(crate) limits: Arc<Limits>,
+    pub(crate) limits: LimitsHandle,
+    pub(crate) checks: Checks<St>,
     pub(crate) headers: HeaderStyle,
-    pub(crate) deadline: Duration,
-    pub(crate) on_store_failure: OnStoreFailure,
-    pub(crate) share: u32,
     pub(crate) on_decision: Option<Arc<OnDecision>>,
-    pub(crate) failures: Arc<Failures>,
-}
-
-impl<St> Settings<St> {
-    /// The verdict on a request whose check failed.
-    pub(crate) fn fail(&self, charges: &[Charge], why: &dyn fmt::Display) -> Verdict {
-        self.failures.decide(self.on_store_failure, self.share, charges, why)
-    }
+    /// Requests carry a [`Settle`](crate::Settle).
+    pub(crate) settle: bool,
 }
 
 /// What a service and its futures share.

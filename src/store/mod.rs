@@ -2,8 +2,10 @@
 
 use std::future::Future;
 
-use crate::charge::Charge;
+use crate::charge::{Amount, Charge};
 use crate::decision::Decision;
+use crate::key::BucketKey;
+use crate::limit::Limit;
 
 pub(crate) mod memory;
 #[cfg(feature = "redis")]
@@ -11,7 +13,9 @@ pub(crate) mod redis;
 
 /// Where buckets live: makes all charges of a request in one step, or none.
 ///
-/// A store is a handle: its clones share the buckets. An implementation keeps this contract:
+/// A store is a handle: its clones share the buckets. The methods beside [`acquire`](Self::acquire) are for operators,
+/// with the keys that extractors make. An implementation keeps this contract, and can prove it with the crate's
+/// `conformance` module:
 ///
 /// - One call is one atomic step, whatever other callers do: all enforced charges are made, or none. A shadow charge is
 ///   made when all enforced charges pass and it has the tokens, and never refuses.
@@ -23,6 +27,24 @@ pub(crate) mod redis;
 ///   back.
 ///
 /// # Example
+///
+/// An operator looks into a bucket, and helps its owner out:
+///
+/// ```
+/// use tower_token_bucket::{BucketKey, Limit, MemoryStore, Quota, Store};
+///
+/// # tokio::runtime::Builder::new_current_thread().build()?.block_on(async {
+/// let store = MemoryStore::new();
+/// let limit = Limit::new("per-key", Quota::per_hour(100));
+/// let client = BucketKey::credential("alpha"); // as `ApiKey` makes it
+/// store.penalize(&limit, client, 130).await?;
+/// assert_eq!(store.peek(&limit, client).await?.remaining(), Some(0));
+/// store.reset(&limit, client).await?;
+/// assert_eq!(store.peek(&limit, client).await?.remaining(), Some(100));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// # })?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 ///
 /// A store that asks another one, and counts the questions:
 ///
@@ -53,4 +75,24 @@ pub trait Store: Clone + Send + Sync + 'static {
 
     /// Makes all `charges` or none, in one step.
     fn acquire(&self, charges: &[Charge]) -> Self::Future;
+
+    /// Looks into the bucket of `limit` and `key`, and changes nothing: the decision says what is
+    /// [left](Decision::remaining) and when it is [full](Decision::reset_after).
+    ///
+    /// The limit's own quota counts, here and in the other two. For a client on another plan, pass a limit of the same
+    /// name with the quota of that plan.
+    fn peek(&self, limit: &Limit, key: BucketKey) -> Self::Future {
+        self.acquire(&[limit.charge_to(key, Amount::Peek)])
+    }
+
+    /// Fills the bucket of `limit` and `key`, a debt included.
+    fn reset(&self, limit: &Limit, key: BucketKey) -> Self::Future {
+        self.acquire(&[limit.charge_to(key, Amount::Give(u64::MAX))])
+    }
+
+    /// Takes `cost` tokens from the bucket of `limit` and `key`, whether they are there or not. The debt, of at most one
+    /// capacity, refills first: twice the capacity keeps a client out for the longest time that a bucket can.
+    fn penalize(&self, limit: &Limit, key: BucketKey, cost: u64) -> Self::Future {
+        self.acquire(&[limit.charge_to(key, Amount::Spend(cost))])
+    }
 }

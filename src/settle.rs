@@ -1,0 +1,173 @@
+//! After the response: the real cost in the place of the one that was charged.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use http::Extensions;
+use smallvec::SmallVec;
+
+use crate::charge::{Amount, Charge};
+use crate::checks::Checks;
+use crate::decision::{Decision, Outcome, Source};
+use crate::limit::Limit;
+use crate::log;
+use crate::reload::LimitsHandle;
+use crate::settings::Settings;
+use crate::store::Store;
+
+/// Settles what a request costs once that is known: charges more, or gives back.
+///
+/// It is in the extensions of every request that reaches the inner service when
+/// [`TokenBucketLayer::settle`](crate::TokenBucketLayer::settle) asks for it; clones are for the same request. The
+/// layer's cost is then an estimate that is reserved before the request runs. A request that never settles has simply
+/// spent it: after a panic nothing is owed and nothing comes back.
+///
+/// # Example
+///
+/// ```
+/// use axum::{Extension, Router, routing::post};
+/// use tower_token_bucket::{CostTable, Limit, MemoryStore, Quota, Settle, TokenBucketLayer};
+///
+/// async fn complete(Extension(settle): Extension<Settle>) -> String {
+///     let (answer, used) = ("…".to_owned(), 120);
+///     settle.actual("tokens", used);
+///     answer
+/// }
+///
+/// // 2000 are reserved, and all but 120 come back.
+/// let limit = Limit::new("tokens", Quota::per_minute(100_000)).cost(CostTable::new(2000));
+/// let layer = TokenBucketLayer::new(MemoryStore::new(), limit).settle();
+/// let app: Router = Router::new().route("/complete", post(complete)).layer(layer);
+/// ```
+#[derive(Clone)]
+pub struct Settle {
+    inner: Arc<dyn Settling>,
+}
+
+trait Settling: Send + Sync {
+    /// Whether the limit is known: its difference is on its way, or there is none.
+    fn actual(&self, limit: &str, cost: u64) -> bool;
+
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result;
+}
+
+/// What a request was charged, and where.
+struct Charged<St> {
+    checks: Checks<St>,
+    limits: LimitsHandle,
+    source: Source,
+    reserved: SmallVec<[Reserved; 2]>,
+    /// That of a layer further out, which the request has passed.
+    outer: Option<Settle>,
+}
+
+struct Reserved {
+    charge: Charge,
+    cost: Mutex<Cost>,
+}
+
+#[derive(Debug)]
+struct Cost {
+    tokens: u64,
+    settled: bool,
+}
+
+impl Settle {
+    /// Sets the cost that `limit` charges this request, in tokens, and returns at once: the difference is charged or
+    /// given back in a task of its own, within the layer's deadline.
+    ///
+    /// A higher cost is taken whether the tokens are there or not; the debt, of at most one capacity, refills first. A
+    /// refund ends at the capacity. After the first call the cost only rises: a lower one changes nothing, since a debt
+    /// may have been cut off at its bound.
+    ///
+    /// A limit that charged nothing has nothing to be settled: one that cost 0, one in shadow that would have refused,
+    /// and all of them where the store failed and [`OnStoreFailure::Allow`](crate::OnStoreFailure::Allow) let the request
+    /// pass. A name that is none of the layer's limits is an error in the log, once.
+    ///
+    /// When the store fails, a refund is lost. Under [`OnStoreFailure::Local`](crate::OnStoreFailure::Local) a charge is
+    /// made in this instance's own bucket instead; a request that was admitted from there is settled there.
+    pub fn actual(&self, limit: &str, cost: u64) {
+        static TOLD: AtomicBool = AtomicBool::new(false);
+        if !self.inner.actual(limit, cost) && !TOLD.swap(true, Ordering::Relaxed) {
+            log::error!("a handler settles limit {limit:?}, which is none of its layer's: {self:?}");
+        }
+    }
+
+    /// Puts one into the extensions of a request that goes on. `charges` are those that were asked for, `decision` says
+    /// what became of them.
+    pub(crate) fn insert<St: Store>(
+        extensions: &mut Extensions,
+        settings: &Settings<St>,
+        charges: &[Charge],
+        decision: &Decision,
+    ) {
+        let is_charged = |(_, outcome): &(&Charge, &Outcome)| outcome.is_allowed();
+        let charged = charges.iter().zip(decision.outcomes()).filter(is_charged);
+        let inner = Charged {
+            checks: settings.checks.clone(),
+            limits: settings.limits.clone(),
+            source: decision.source(),
+            reserved: charged.map(|(charge, _)| Reserved::new(charge)).collect(),
+            outer: extensions.remove(),
+        };
+        extensions.insert(Self { inner: Arc::new(inner) });
+    }
+}
+
+impl fmt::Debug for Settle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.inner.fmt(f)
+    }
+}
+
+impl Reserved {
+    fn new(charge: &Charge) -> Self {
+        Self { cost: Mutex::new(Cost { tokens: charge.cost(), settled: false }), charge: charge.clone() }
+    }
+
+    /// What turns the cost so far into `cost`: nothing where it is the same, or lower for a second time.
+    fn difference(&self, cost: u64, shared_by: u32) -> Option<Charge> {
+        // Nothing under this lock can leave it half done.
+        let mut now = self.cost.lock().unwrap_or_else(PoisonError::into_inner);
+        if now.settled && cost <= now.tokens {
+            return None;
+        }
+        let before = std::mem::replace(&mut *now, Cost { tokens: cost, settled: true }).tokens;
+        let of_share = |cost| self.charge.with(Amount::Take(cost)).share(shared_by);
+        let (before, after) = (of_share(before).cost(), of_share(cost).cost());
+        let amount = match after.checked_sub(before) {
+            Some(0) => return None,
+            Some(more) => Amount::Spend(more),
+            None => Amount::Give(before - after),
+        };
+        Some(of_share(cost).with(amount))
+    }
+}
+
+impl<St: Store> Settling for Charged<St> {
+    fn actual(&self, limit: &str, cost: u64) -> bool {
+        let Some(reserved) = self.reserved.iter().find(|reserved| reserved.charge.limit().as_str() == limit) else {
+            let is_known = self.limits.now().iter().any(|known| known.name() == limit);
+            return self.outer.as_ref().is_some_and(|outer| outer.inner.actual(limit, cost)) || is_known;
+        };
+        let is_local = self.source == Source::Local;
+        if let Some(charge) = reserved.difference(cost, if is_local { self.checks.share } else { 1 }) {
+            if is_local {
+                self.checks.failures.charge(&charge);
+            } else {
+                self.checks.settle(charge);
+            }
+        }
+        true
+    }
+
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut list = f.debug_list();
+        list.entries(self.limits.now().iter().map(Limit::name));
+        if let Some(outer) = &self.outer {
+            list.entry(outer);
+        }
+        list.finish()
+    }
+}
