@@ -4,20 +4,23 @@
 //! cargo run --example api [-- [--listen 127.0.0.1:0] [--config FILE.toml]]
 //! ```
 //!
-//! Without `--config` it takes `examples/api.toml`. A file that cannot be used ends the program with status 2.
+//! Without `--config` it takes `examples/api.toml`. A file that cannot be used ends the program with status 2. SIGHUP, or
+//! a change of the file, applies its limits to the running API.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
 
 use axum::extract::{Path, State};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use serde_json::{Value, json};
+use tokio::sync::Notify;
 use tower_token_bucket::config::Config;
-use tower_token_bucket::{ConfigError, MemoryStore, Store, TokenBucketLayer};
+use tower_token_bucket::{ConfigError, LimitsHandle, MemoryStore, Store, TokenBucketLayer};
 
 /// How often each handler ran.
 #[derive(Default)]
@@ -89,30 +92,85 @@ fn arguments(mut words: impl Iterator<Item = String>) -> Result<Arguments, Strin
     Ok(arguments)
 }
 
-/// The API as the file describes it and the address to listen on, or what is wrong, with the file's name in front.
-async fn load(file: Option<&str>) -> Result<(Option<SocketAddr>, Router), String> {
-    let text = match file {
-        Some(file) => std::fs::read_to_string(file).map_err(|error| format!("{file}: {error}"))?,
-        None => include_str!("api.toml").to_owned(),
-    };
-    let file = file.unwrap_or("examples/api.toml");
-    let config: Config = toml::from_str(&text).map_err(|error| format!("{file}{}", place_and_reason(&text, &error)))?;
-    let api = async {
-        // All settings are checked before a server is asked.
-        let memory = config.layer(MemoryStore::new())?;
-        Ok::<_, ConfigError>(match config.redis_store().await? {
-            Some(store) => app(config.layer(store)?),
-            None => app(memory),
-        })
-    };
-    Ok((config.listen(), api.await.map_err(|error| format!("{file}: {error}"))?))
+/// A file's text as settings, all of them checked; or what is wrong, with the file's name in front.
+fn parse(file: &str, text: &str) -> Result<Config, String> {
+    let config: Config = toml::from_str(text).map_err(|error| format!("{file}{}", place_and_reason(text, &error)))?;
+    config.check().map_err(|error| format!("{file}: {error}"))?;
+    Ok(config)
+}
+
+async fn read(file: &str) -> Result<String, String> {
+    tokio::fs::read_to_string(file).await.map_err(|error| format!("{file}: {error}"))
 }
 
 /// What to serve, and where.
 async fn start() -> Result<(SocketAddr, Router), String> {
     let arguments = arguments(std::env::args().skip(1))?;
-    let (listen, app) = load(arguments.file.as_deref()).await?;
-    Ok((arguments.listen.or(listen).unwrap_or(SocketAddr::from(([127, 0, 0, 1], 3000))), app))
+    let (file, text) = match &arguments.file {
+        Some(file) => (file.as_str(), read(file).await?),
+        None => ("examples/api.toml", include_str!("api.toml").to_owned()),
+    };
+    let config = parse(file, &text)?;
+    let api = async {
+        Ok::<_, ConfigError>(match config.redis_store().await? {
+            Some(store) => limited(config.layer(store)?),
+            None => limited(config.layer(MemoryStore::new())?),
+        })
+    };
+    let (app, limits) = api.await.map_err(|error| format!("{file}: {error}"))?;
+    if let Some(file) = arguments.file {
+        let hangups = hangups().map_err(|error| format!("SIGHUP: {error}"))?;
+        tokio::spawn(reload(file, text, limits, hangups));
+    }
+    Ok((arguments.listen.or(config.listen()).unwrap_or(SocketAddr::from(([127, 0, 0, 1], 3000))), app))
+}
+
+/// The API behind a layer, and what replaces the limits of that.
+fn limited<St: Store>(layer: TokenBucketLayer<St>) -> (Router, LimitsHandle) {
+    let limits = layer.handle();
+    (app(layer), limits)
+}
+
+/// Applies the limits of the file again after a SIGHUP, and when a look at it, once a second, shows another text. A file
+/// that cannot be used changes nothing. Its other settings count at the next start.
+async fn reload(file: String, text: String, limits: LimitsHandle, hangups: Arc<Notify>) {
+    let mut seen = Ok(text);
+    let mut look = tokio::time::interval(Duration::from_secs(1));
+    loop {
+        let asked = tokio::select! {
+            () = hangups.notified() => true,
+            _ = look.tick() => false,
+        };
+        let now = read(&file).await;
+        if now == seen && !asked {
+            continue;
+        }
+        let replace = |text: &String| {
+            let new = parse(&file, text)?.limits().map_err(|error| format!("{file}: {error}"))?;
+            limits.replace(new).map_err(|error| format!("{file}: {error}"))
+        };
+        match now.as_ref().map_err(Clone::clone).and_then(replace) {
+            Ok(()) => tracing::info!("{file}: the limits are now {limits:?}"),
+            Err(error) => tracing::error!("the limits stay as they are: {error}"),
+        }
+        seen = now;
+    }
+}
+
+/// A turn for each SIGHUP, where there is such a thing.
+fn hangups() -> std::io::Result<Arc<Notify>> {
+    let turns = Arc::new(Notify::new());
+    #[cfg(unix)]
+    {
+        let mut hangups = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::hangup())?;
+        let turns = Arc::clone(&turns);
+        tokio::spawn(async move {
+            while hangups.recv().await.is_some() {
+                turns.notify_one();
+            }
+        });
+    }
+    Ok(turns)
 }
 
 /// The line and the setting that an error is about. Nothing else of the line is shown, nor a value that looks like a URL:

@@ -127,7 +127,19 @@ impl Config {
         Ok(limits)
     }
 
-    /// The layer that the file describes, on `store`.
+    /// Checks all settings; no server is asked.
+    ///
+    /// To apply a changed file to a running layer, check it and then [replace](crate::LimitsHandle::replace) the limits
+    /// with [its own](Self::limits).
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::Setting`] that names the key, the reason and the allowed values.
+    pub fn check(&self) -> Result<(), ConfigError> {
+        self.layer(crate::MemoryStore::new()).map(drop)
+    }
+
+    /// The layer that the file describes, on `store`, once all settings are [checked](Self::check).
     ///
     /// # Errors
     ///
@@ -149,10 +161,10 @@ impl Config {
     /// error.
     #[cfg(feature = "redis")]
     pub async fn redis_store(&self) -> Result<Option<crate::RedisStore>, ConfigError> {
-        match &self.store {
-            Some(config) => config.redis_store().await.map(Some).map_err(|error| within("store", error)),
-            None => Ok(None),
-        }
+        let Some(config) = &self.store else { return Ok(None) };
+        let store = config.unconnected().map_err(|error| within("store", error))?;
+        store.first_connection().await;
+        Ok(Some(store))
     }
 }
 
@@ -193,11 +205,13 @@ impl StoreConfig {
                 OnFailure::Deny => OnStoreFailure::Deny,
             });
         }
+        #[cfg(feature = "redis")]
+        self.unconnected()?;
         layer.try_share(self.share.unwrap_or(1)).map_err(|error| setting("share", error))
     }
 
     #[cfg(feature = "redis")]
-    async fn redis_store(&self) -> Result<crate::RedisStore, ConfigError> {
+    fn unconnected(&self) -> Result<crate::RedisStore, ConfigError> {
         let later = [("cluster", &self.cluster), ("sentinel", &self.sentinel), ("master", &self.master)];
         for (key, value) in later {
             if value.is_some() {
@@ -206,7 +220,7 @@ impl StoreConfig {
         }
         let url =
             self.redis.as_ref().ok_or_else(|| setting("redis", "there is none: the URL of a server is needed"))?;
-        let store = crate::RedisStore::connect(&url.0).await.map_err(|error| setting("redis", error))?;
+        let store = crate::RedisStore::unconnected(&url.0).map_err(|error| setting("redis", error))?;
         let store = match &self.secret {
             Some(secret) if secret.0.is_empty() => return Err(setting("secret", "an empty one is not allowed")),
             Some(secret) => store.secret(&secret.0),

@@ -68,7 +68,19 @@ impl RedisStore {
     ///
     /// [`ConfigError::RedisUrl`] for a URL that cannot be used; it does not show the URL, which may hold a password.
     pub async fn connect(url: &str) -> Result<Self, ConfigError> {
-        let connection = Connection::new(url)?;
+        let store = Self::unconnected(url)?;
+        store.first_connection().await;
+        Ok(store)
+    }
+
+    /// A store that connects when it is first asked.
+    pub(crate) fn unconnected(url: &str) -> Result<Self, ConfigError> {
+        Ok(Self::from_connection(Connection::new(url)?))
+    }
+
+    /// Waits a little for the first connection.
+    pub(crate) async fn first_connection(&self) {
+        let connection = &self.connection;
         match tokio::time::timeout(FIRST_CONNECTION, connection.ready()).await {
             Ok(Ok(())) => {}
             Ok(Err(error)) => {
@@ -76,7 +88,6 @@ impl RedisStore {
             }
             Err(_) => log::warning!("no connection to Redis at {} yet", connection.address()),
         }
-        Ok(Self::from_connection(connection))
     }
 }
 
