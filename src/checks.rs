@@ -21,7 +21,7 @@ const DEADLINE_DEFAULT: Duration = Duration::from_millis(50);
 /// A store, and what holds when it fails.
 #[derive(Clone)]
 pub(crate) struct Checks<St> {
-    pub(crate) store: St,
+    store: St,
     pub(crate) deadline: Duration,
     pub(crate) on_store_failure: OnStoreFailure,
     pub(crate) share: u32,
@@ -61,9 +61,14 @@ impl<St> Checks<St> {
 }
 
 impl<St: Store> Checks<St> {
+    /// Asks the store.
+    pub(crate) fn acquire(&self, charges: &[Charge]) -> St::Future {
+        self.store.acquire_within(charges, self.deadline)
+    }
+
     /// Makes a charge that does not refuse, in a task of its own where the store does not answer at once.
     pub(crate) fn settle(&self, charge: Charge) {
-        let mut acquire = Box::pin(self.store.acquire(std::slice::from_ref(&charge)));
+        let mut acquire = Box::pin(self.acquire(std::slice::from_ref(&charge)));
         match acquire.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
             Poll::Ready(result) => self.settled(charge, &result),
             Poll::Pending => match Handle::try_current() {

@@ -128,7 +128,7 @@ pub use settle::Settle;
 pub use store::Store;
 pub use store::memory::MemoryStore;
 #[cfg(feature = "redis")]
-pub use store::redis::{Connection, RedisAcquire, RedisError, RedisStore};
+pub use store::redis::{Health, RedisAcquire, RedisError, RedisErrorKind, RedisStore};
 
 #[cfg(feature = "redis")]
 pub use redis;

@@ -72,7 +72,7 @@ where
         let shared = Arc::clone(&self.shared);
         let verdict = match demand {
             Demand::Charges(charges) => {
-                let acquire = settings.checks.store.acquire(&charges);
+                let acquire = settings.checks.acquire(&charges);
                 return ResponseFuture::acquiring(shared, call, acquire, charges);
             }
             Demand::Nothing => Verdict::of(Decision::bare(true, Source::Exempt)),

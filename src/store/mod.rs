@@ -1,6 +1,7 @@
 //! Where buckets live.
 
 use std::future::Future;
+use std::time::Duration;
 
 use crate::charge::{Amount, Charge};
 use crate::decision::Decision;
@@ -75,6 +76,13 @@ pub trait Store: Clone + Send + Sync + 'static {
 
     /// Makes all `charges` or none, in one step.
     fn acquire(&self, charges: &[Charge]) -> Self::Future;
+
+    /// The same for a caller that gives up, and drops the future, after `deadline`: what the layer calls. A store may
+    /// draw its conclusions; by default it makes no difference.
+    fn acquire_within(&self, charges: &[Charge], deadline: Duration) -> Self::Future {
+        let _ = deadline;
+        self.acquire(charges)
+    }
 
     /// Looks into the bucket of `limit` and `key`, and changes nothing: the decision says what is
     /// [left](Decision::remaining) and when it is [full](Decision::reset_after).

@@ -4,11 +4,12 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use redis::aio::{ConnectionLike, MultiplexedConnection};
+use redis::aio::MultiplexedConnection;
 use redis::io::tcp::TcpSettings;
+use redis::io::tcp::socket2::TcpKeepalive;
 use redis::{
-    AsyncConnectionConfig, Client, Cmd, ErrorKind, IntoConnectionInfo, Pipeline, ProtocolVersion, PushInfo, PushKind,
-    RedisError, RedisFuture, RedisResult, ServerErrorKind, Value,
+    AsyncConnectionConfig, Client, ErrorKind, IntoConnectionInfo, ProtocolVersion, PushInfo, PushKind, RedisError,
+    RedisResult,
 };
 use tokio::runtime::Handle;
 use tokio::sync::watch;
@@ -20,16 +21,26 @@ use crate::error::ConfigError;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// For this long after a failed attempt nobody tries again, and callers get its error at once.
 const CONNECT_PAUSE: Duration = Duration::from_millis(100);
-/// An answer that takes longer is not waited for: above any deadline that makes sense for a check.
-const RESPONSE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The kernel gives up a connection whose data nobody acknowledges for this long.
 const USER_TIMEOUT: Duration = Duration::from_secs(3);
+/// It looks after an idle connection this often: proxies and firewalls forget those that are silent.
+const KEEPALIVE: Duration = Duration::from_secs(30);
 
-/// The connection that [`RedisStore::connect`](crate::RedisStore::connect) makes: without Nagle's delay, over RESP3 so
-/// that a loss is known at once, and made anew when it is lost. No command is ever sent a second time.
+/// A connection without Nagle's delay, over RESP3 so that a loss is known at once, and made anew when it is lost. Nothing
+/// is ever sent a second time.
 #[derive(Clone)]
-pub struct Connection {
+pub(super) struct Connection {
     shared: Arc<Shared>,
+}
+
+/// Counts the attempts to connect, and so tells one connection from the next.
+pub(super) type Generation = u64;
+
+/// An open connection. Calls on it are for this connection alone: they never wait for the next one.
+#[derive(Clone)]
+pub(super) struct Open {
+    pub(super) inner: MultiplexedConnection,
+    pub(super) generation: Generation,
 }
 
 struct Shared {
@@ -42,8 +53,8 @@ struct Shared {
 #[derive(Default)]
 struct Link {
     open: Option<MultiplexedConnection>,
-    /// Which connection is open, so that a late error of an earlier one does not close it.
-    generation: u64,
+    /// That of the last attempt: a late error of an earlier connection does not close this one.
+    generation: Generation,
     connecting: bool,
     failed: Option<(Instant, RedisError)>,
 }
@@ -57,7 +68,8 @@ impl Connection {
         }
         let info = url.into_connection_info().map_err(|_| refused(form))?;
         let settings = info.redis_settings().clone().set_protocol(ProtocolVersion::RESP3);
-        let tcp = TcpSettings::default().set_nodelay(true);
+        let keepalive = TcpKeepalive::new().with_time(KEEPALIVE);
+        let tcp = TcpSettings::default().set_nodelay(true).set_keepalive(keepalive);
         #[cfg(target_os = "linux")]
         let tcp = tcp.set_user_timeout(USER_TIMEOUT);
         let client =
@@ -66,17 +78,18 @@ impl Connection {
         Ok(Self { shared: Arc::new(Shared { client, link: Mutex::default(), ended }) })
     }
 
-    /// Waits for an open connection, or for the error of the attempt to make one.
-    pub(super) async fn ready(&self) -> RedisResult<()> {
-        self.open().await.map(drop)
-    }
-
     /// The server's address, without a password.
     pub(super) fn address(&self) -> String {
         self.shared.client.get_connection_info().addr().to_string()
     }
 
-    async fn open(&self) -> RedisResult<(u64, MultiplexedConnection)> {
+    /// How often a connection was asked for: 1 if all is well.
+    pub(super) fn attempts(&self) -> Generation {
+        self.shared.link().generation
+    }
+
+    /// The open connection; waits for the attempt to make one, or for its error.
+    pub(super) async fn open(&self) -> RedisResult<Open> {
         loop {
             // Before the look, so that an attempt that ends in between is not missed.
             let mut ended = self.shared.ended.subscribe();
@@ -88,15 +101,20 @@ impl Connection {
         }
     }
 
-    fn answered<T>(&self, generation: u64, result: RedisResult<T>) -> RedisResult<T> {
-        if let Err(error) = &result
-            && (error.is_unrecoverable_error()
-                // The server was demoted; only a new connection, to wherever the name leads by then, can help.
-                || error.kind() == ErrorKind::Server(ServerErrorKind::ReadOnly))
-        {
-            self.shared.lost(generation);
-        }
-        result
+    /// The connection that is open at this moment.
+    pub(super) fn now(&self) -> Option<Open> {
+        self.shared.link().now()
+    }
+
+    /// This one is of no use any more: the next check makes another.
+    pub(super) fn lost(&self, generation: Generation) {
+        self.shared.lost(generation);
+    }
+}
+
+impl Link {
+    fn now(&self) -> Option<Open> {
+        self.open.as_ref().map(|inner| Open { inner: inner.clone(), generation: self.generation })
     }
 }
 
@@ -107,13 +125,10 @@ impl Shared {
     }
 
     /// The open connection; or `None` while one is being made, by a task that no caller's deadline stops.
-    fn look(self: &Arc<Self>) -> RedisResult<Option<(u64, MultiplexedConnection)>> {
+    fn look(self: &Arc<Self>) -> RedisResult<Option<Open>> {
         let mut link = self.link();
-        if let Some(open) = &link.open {
-            return Ok(Some((link.generation, open.clone())));
-        }
-        if link.connecting {
-            return Ok(None);
+        if link.open.is_some() || link.connecting {
+            return Ok(link.now());
         }
         if let Some((at, error)) = &link.failed
             && at.elapsed() < CONNECT_PAUSE
@@ -129,7 +144,7 @@ impl Shared {
         Ok(None)
     }
 
-    async fn connect(self: Arc<Self>, generation: u64) {
+    async fn connect(self: Arc<Self>, generation: Generation) {
         let shared = Arc::downgrade(&self);
         let on_push = move |push: PushInfo| {
             if push.kind == PushKind::Disconnection
@@ -143,7 +158,8 @@ impl Shared {
         };
         let config = AsyncConnectionConfig::new()
             .set_connection_timeout(Some(CONNECT_TIMEOUT))
-            .set_response_timeout(Some(RESPONSE_TIMEOUT))
+            // Those who ask have deadlines of their own.
+            .set_response_timeout(None)
             .set_push_sender(on_push);
         let made = self.client.get_multiplexed_async_connection_with_config(&config).await;
         let mut link = self.link();
@@ -156,39 +172,11 @@ impl Shared {
         self.ended.send_modify(|ended| *ended += 1);
     }
 
-    fn lost(&self, generation: u64) {
+    fn lost(&self, generation: Generation) {
         let mut link = self.link();
         if link.generation == generation {
             link.open = None;
         }
-    }
-}
-
-impl ConnectionLike for Connection {
-    fn req_packed_command<'a>(&'a mut self, cmd: &'a Cmd) -> RedisFuture<'a, Value> {
-        Box::pin(async move {
-            let (generation, mut open) = self.open().await?;
-            let result = open.req_packed_command(cmd).await;
-            // A server's error comes as a value.
-            self.answered(generation, result.and_then(Value::extract_error))
-        })
-    }
-
-    fn req_packed_commands<'a>(
-        &'a mut self,
-        pipeline: &'a Pipeline,
-        offset: usize,
-        count: usize,
-    ) -> RedisFuture<'a, Vec<Value>> {
-        Box::pin(async move {
-            let (generation, mut open) = self.open().await?;
-            let result = open.req_packed_commands(pipeline, offset, count).await;
-            self.answered(generation, result)
-        })
-    }
-
-    fn get_db(&self) -> i64 {
-        self.shared.client.get_connection_info().redis_settings().db()
     }
 }
 

@@ -3,39 +3,193 @@
 use std::error::Error;
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use redis::{ErrorKind, ServerErrorKind};
 
 /// Why Redis did not answer. It shows neither a password nor a bucket key.
 #[derive(Clone, Debug)]
 pub struct RedisError {
-    text: &'static str,
-    source: Option<Arc<dyn Error + Send + Sync>>,
+    kind: RedisErrorKind,
+    retry_after: Option<Duration>,
+    source: Option<Arc<redis::RedisError>>,
+}
+
+/// What kind of failure it was, and so whether tokens may have been taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum RedisErrorKind {
+    /// No connection could be made: nothing was sent.
+    Unreachable,
+    /// The server has failed a few times in a row and is not asked for a moment: nothing was sent.
+    BreakerOpen,
+    /// As many checks wait for a place on the connection as may: nothing was sent.
+    Crowded,
+    /// The server answered that it cannot do it now, and did nothing: `LOADING`, `BUSY`, `OOM`, `READONLY`,
+    /// `NOREPLICAS`, `MISCONF`, `CLUSTERDOWN`, `MASTERDOWN`, `TRYAGAIN`.
+    Unavailable,
+    /// The server refuses this client, and did nothing: `NOAUTH`, `WRONGPASS`, `NOPERM`, an unknown command.
+    Configuration,
+    /// The key holds something else than a bucket (`WRONGTYPE`, or a foreign value), and is left as it is. Other keys
+    /// are not concerned.
+    Bucket,
+    /// The connection was lost before the answer came: the tokens may have been taken.
+    Lost,
+    /// The caller gave up before an answer came: the tokens may have been taken. Only ever counted, since nobody is
+    /// there to receive it.
+    Late,
+    /// An answer that is not the script's: the tokens may have been taken.
+    Reply,
+}
+
+impl RedisErrorKind {
+    const ALL: [Self; 9] = [
+        Self::Unreachable,
+        Self::BreakerOpen,
+        Self::Crowded,
+        Self::Unavailable,
+        Self::Configuration,
+        Self::Bucket,
+        Self::Lost,
+        Self::Late,
+        Self::Reply,
+    ];
+
+    /// Whether the charges may have been made though no answer came. All other kinds prove that they were not.
+    #[must_use]
+    pub fn is_unknown(self) -> bool {
+        matches!(self, Self::Lost | Self::Late | Self::Reply)
+    }
+
+    /// What an answered error says; `None` where it is not the server's.
+    fn of_server(error: &redis::RedisError) -> Option<Self> {
+        let text = error.to_string();
+        // A refusal that the script passes on has the script's name before its code in Redis 6.2.
+        let says = |code: &str| error.code() == Some(code) || text.contains(&format!("-{code} "));
+        let any = |codes: &[&str]| codes.iter().any(|code| says(code));
+        if any(&["WRONGTYPE", "TOKENBUCKET"]) {
+            return Some(Self::Bucket);
+        }
+        let unavailable = [
+            "LOADING",
+            "BUSY",
+            "OOM",
+            "READONLY",
+            "NOREPLICAS",
+            "MISCONF",
+            "CLUSTERDOWN",
+            "MASTERDOWN",
+            "TRYAGAIN",
+            "MOVED",
+            "ASK",
+            "UNKILLABLE",
+        ];
+        if any(&unavailable) || text.contains("max number of clients") {
+            return Some(Self::Unavailable);
+        }
+        let configuration = ["NOAUTH", "WRONGPASS", "NOPERM", "CROSSSLOT", "NOPROTO", "DENIED"];
+        let is_configuration = any(&configuration)
+            || error.kind() == ErrorKind::AuthenticationFailed
+            || error.kind() == ErrorKind::InvalidClientConfig
+            || ["unknown command", "DB index is out of range", "invalid DB index"]
+                .iter()
+                .any(|what| text.contains(what));
+        if is_configuration {
+            return Some(Self::Configuration);
+        }
+        matches!(error.kind(), ErrorKind::Server(_) | ErrorKind::Extension).then_some(Self::Reply)
+    }
+
+    fn text(self) -> &'static str {
+        match self {
+            Self::Unreachable => "no connection to Redis",
+            Self::BreakerOpen => "Redis has failed a few times in a row and is not asked for a moment",
+            Self::Crowded => "as many checks wait for Redis as may",
+            Self::Unavailable => "Redis cannot do it now",
+            Self::Configuration => "Redis refuses this client",
+            Self::Bucket => "the bucket's key in Redis holds something else",
+            Self::Lost => "the connection to Redis was lost",
+            Self::Late => "Redis did not answer in time",
+            Self::Reply => "Redis gave an answer of the wrong shape",
+        }
+    }
 }
 
 impl RedisError {
-    /// An answer that is not one of the script's.
-    pub(crate) fn reply() -> Self {
-        Self { text: "Redis gave an answer of the wrong shape", source: None }
+    pub(super) fn new(kind: RedisErrorKind) -> Self {
+        Self { kind, retry_after: None, source: None }
+    }
+
+    /// The breaker is open, and lets a probe through after that.
+    pub(super) fn breaker_open(retry_after: Duration) -> Self {
+        Self { retry_after: Some(retry_after), ..Self::new(RedisErrorKind::BreakerOpen) }
+    }
+
+    /// No connection was made, so nothing was sent.
+    pub(super) fn unsent(error: redis::RedisError) -> Self {
+        let kind = RedisErrorKind::of_server(&error).unwrap_or(RedisErrorKind::Unreachable);
+        Self { source: Some(Arc::new(error)), ..Self::new(kind) }
+    }
+
+    /// No answer of the script came to what was sent.
+    pub(super) fn sent(error: redis::RedisError) -> Self {
+        let kind = RedisErrorKind::of_server(&error).unwrap_or(match error.kind() {
+            ErrorKind::Parse | ErrorKind::UnexpectedReturnType => RedisErrorKind::Reply,
+            _ => RedisErrorKind::Lost,
+        });
+        Self { source: Some(Arc::new(error)), ..Self::new(kind) }
+    }
+
+    /// What kind of failure it was.
+    #[must_use]
+    pub fn kind(&self) -> RedisErrorKind {
+        self.kind
+    }
+
+    /// When the server is asked again, if it is known.
+    #[must_use]
+    pub fn retry_after(&self) -> Option<Duration> {
+        self.retry_after
+    }
+
+    /// Whether only another connection can help: this one is lost, or its server was demoted.
+    pub(super) fn ends_the_connection(&self) -> bool {
+        self.source.as_ref().is_some_and(|source| {
+            source.is_unrecoverable_error()
+                || source.kind() == ErrorKind::Server(ServerErrorKind::ReadOnly)
+                || source.code() == Some("NOAUTH")
+        })
+    }
+}
+
+impl fmt::Display for RedisErrorKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.text())
     }
 }
 
 impl fmt::Display for RedisError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.source {
-            Some(source) => write!(f, "{}: {source}", self.text),
-            None => f.write_str(self.text),
+            Some(source) => write!(f, "{}: {source}", self.kind),
+            None => self.kind.fmt(f),
         }
     }
 }
 
-impl Error for RedisError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        self.source.as_ref().and_then(|source| source.source())
-    }
-}
+impl Error for RedisError {}
 
-impl From<redis::RedisError> for RedisError {
-    fn from(error: redis::RedisError) -> Self {
-        let text = if error.is_io_error() { "no connection to Redis" } else { "Redis gave an error" };
-        Self { text, source: Some(Arc::new(error)) }
+/// How many checks failed, by kind.
+#[derive(Debug, Default)]
+pub(super) struct Counts([AtomicU64; RedisErrorKind::ALL.len()]);
+
+impl Counts {
+    pub(super) fn add(&self, kind: RedisErrorKind) {
+        self.0[kind as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn get(&self, kind: RedisErrorKind) -> u64 {
+        self.0[kind as usize].load(Ordering::Relaxed)
     }
 }

@@ -1,7 +1,9 @@
 //! Buckets in Redis, shared by all instances.
 
+mod breaker;
 mod connection;
 mod error;
+mod node;
 mod script;
 
 use std::fmt;
@@ -12,13 +14,14 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use redis::aio::ConnectionLike;
-use redis::{ErrorKind, ServerErrorKind};
 
-pub use connection::Connection;
-pub use error::RedisError;
+pub use breaker::Health;
+use connection::Connection;
+pub use error::{RedisError, RedisErrorKind};
+use node::{Check, Node};
 use script::Script;
 
-use crate::charge::{Charge, Charges};
+use crate::charge::Charge;
 use crate::decision::Decision;
 use crate::error::{ConfigError, or_panic};
 use crate::log;
@@ -38,7 +41,16 @@ const FIRST_CONNECTION: Duration = Duration::from_millis(500);
 /// foreign text are stored as keyed 128-bit hashes only.
 ///
 /// The store itself waits as long as Redis takes: the [deadline](crate::TokenBucketLayer::deadline) of the layer covers
-/// all of it.
+/// all of it, and whoever asks the store directly has to set one. What protects both sides when Redis is slow or gone:
+///
+/// - At most 64 checks are on the wire. Each keeps its place until it is answered, even after its caller has given up, so
+///   that no more than those are charged late. Up to 4,096 more wait, unsent, and leave when they are dropped; beyond
+///   that a check [fails](RedisErrorKind::Crowded) at once.
+/// - After 5 failures in a row a breaker opens, and checks [fail](RedisErrorKind::BreakerOpen) at once. After 100 to
+///   400 ms one check at a time asks whether Redis answers again. A check counts as failed when it is given up after
+///   10 ms, or its deadline if that is shorter.
+/// - A connection that is lost, or whose server has been demoted (`READONLY`), or that leaves a check without an answer
+///   for 5 s, is made anew.
 ///
 /// # Example
 ///
@@ -52,8 +64,8 @@ const FIRST_CONNECTION: Duration = Duration::from_millis(500);
 /// # }
 /// ```
 #[derive(Clone)]
-pub struct RedisStore<C = Connection> {
-    connection: C,
+pub struct RedisStore {
+    node: Arc<Node>,
     script: Arc<Script>,
 }
 
@@ -75,35 +87,52 @@ impl RedisStore {
 
     /// A store that connects when it is first asked.
     pub(crate) fn unconnected(url: &str) -> Result<Self, ConfigError> {
-        Ok(Self::from_connection(Connection::new(url)?))
+        Ok(Self::on(Node::own(Connection::new(url)?)))
     }
 
     /// Waits a little for the first connection.
     pub(crate) async fn first_connection(&self) {
-        let connection = &self.connection;
-        match tokio::time::timeout(FIRST_CONNECTION, connection.ready()).await {
+        let address = || self.node.address().unwrap_or_default();
+        match tokio::time::timeout(FIRST_CONNECTION, self.node.ready()).await {
             Ok(Ok(())) => {}
-            Ok(Err(error)) => {
-                log::warning!("no connection to Redis at {} yet: {}", connection.address(), RedisError::from(error));
-            }
-            Err(_) => log::warning!("no connection to Redis at {} yet", connection.address()),
+            Ok(Err(error)) => log::warning!("no connection to Redis at {} yet: {error}", address()),
+            Err(_) => log::warning!("no connection to Redis at {} yet", address()),
         }
     }
-}
 
-impl<C> RedisStore<C>
-where
-    C: ConnectionLike + Clone + Send + Sync + 'static,
-{
     /// Creates a store on a connection of your own: a `MultiplexedConnection`, a `ConnectionManager`, or any other that
-    /// is cheap to clone and sends a command at most once.
+    /// is cheap to clone and sends a command at most once. To make it anew when it is lost is its own business.
     #[must_use]
-    pub fn from_connection(connection: C) -> Self {
-        Self { connection, script: Arc::new(Script::new()) }
+    pub fn from_connection<C>(connection: C) -> Self
+    where
+        C: ConnectionLike + Clone + Send + Sync + 'static,
+    {
+        Self::on(Node::given(connection))
     }
-}
 
-impl<C> RedisStore<C> {
+    fn on(node: Node) -> Self {
+        Self { node: Arc::new(node), script: Arc::new(Script::new()) }
+    }
+
+    /// Whether the server is asked: not while its breaker is open.
+    #[must_use]
+    pub fn health(&self) -> Health {
+        self.node.health()
+    }
+
+    /// How many checks have failed so, since the store was made.
+    #[must_use]
+    pub fn failures(&self, kind: RedisErrorKind) -> u64 {
+        self.node.counts.get(kind)
+    }
+
+    /// How often a connection has been made or tried, since the store was made: 1 while all is well. `None` on a
+    /// connection of your own.
+    #[must_use]
+    pub fn connections(&self) -> Option<u64> {
+        self.node.attempts()
+    }
+
     /// Sets the first part of all keys, by default `tb`. Instances that share buckets have the same.
     ///
     /// # Panics
@@ -135,37 +164,28 @@ impl<C> RedisStore<C> {
     }
 }
 
-impl<C> fmt::Debug for RedisStore<C> {
+impl fmt::Debug for RedisStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RedisStore").field("script", &self.script).finish_non_exhaustive()
+        f.debug_struct("RedisStore").field("node", &self.node).field("script", &self.script).finish()
     }
 }
 
-impl<C> Store for RedisStore<C>
-where
-    C: ConnectionLike + Clone + Send + Sync + 'static,
-{
+impl RedisStore {
+    fn check(&self, charges: &[Charge], deadline: Option<Duration>) -> RedisAcquire {
+        RedisAcquire { check: Check::new(Arc::clone(&self.node), Arc::clone(&self.script), charges, deadline) }
+    }
+}
+
+impl Store for RedisStore {
     type Error = RedisError;
     type Future = RedisAcquire;
 
     fn acquire(&self, charges: &[Charge]) -> RedisAcquire {
-        let charges: Charges = charges.iter().cloned().collect();
-        let script = Arc::clone(&self.script);
-        let mut connection = self.connection.clone();
-        let inner = Box::pin(async move {
-            if charges.is_empty() {
-                return Decision::new(&charges, &[]).ok_or_else(RedisError::reply);
-            }
-            let mut reply = script.evalsha(&charges).query_async(&mut connection).await;
-            if let Err(error) = &reply
-                && error.kind() == ErrorKind::Server(ServerErrorKind::NoScript)
-            {
-                // The answer proves that nothing ran.
-                reply = script.eval(&charges).query_async(&mut connection).await;
-            }
-            script::decision(&charges, &reply?).ok_or_else(RedisError::reply)
-        });
-        RedisAcquire { inner }
+        self.check(charges, None)
+    }
+
+    fn acquire_within(&self, charges: &[Charge], deadline: Duration) -> RedisAcquire {
+        self.check(charges, Some(deadline))
     }
 }
 
@@ -174,15 +194,14 @@ where
 /// Dropped before it is sent it takes nothing; dropped later the tokens may be taken, and are not given back.
 #[must_use = "futures do nothing unless polled"]
 pub struct RedisAcquire {
-    // Boxed inside a type of its own, so that a release that no longer boxes it changes no name.
-    inner: Pin<Box<dyn Future<Output = Result<Decision, RedisError>> + Send>>,
+    check: Check,
 }
 
 impl Future for RedisAcquire {
     type Output = Result<Decision, RedisError>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        self.inner.as_mut().poll(cx)
+        Pin::new(&mut self.check).poll(cx)
     }
 }
 

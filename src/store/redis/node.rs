@@ -1,0 +1,382 @@
+//! One server, and the care that is taken of it: how many checks are on the wire, how many wait, and whether it is asked
+//! at all.
+
+use std::fmt;
+use std::future::Future;
+use std::mem;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use redis::aio::ConnectionLike;
+use redis::{Cmd, ErrorKind, RedisResult, ServerErrorKind, Value};
+use tokio::runtime::Handle;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::{Instant, timeout};
+
+use super::breaker::{Breaker, Change, Health, Ticket};
+use super::connection::{Connection, Generation, Open};
+use super::error::{Counts, RedisError, RedisErrorKind};
+use super::script::{self, Script};
+use crate::charge::{Charge, Charges};
+use crate::decision::Decision;
+use crate::log;
+
+/// Checks on the wire: what is charged at most after all callers have given up.
+const ON_THE_WIRE: usize = 64;
+/// Checks that wait for a place on the wire. One more is refused at once.
+const WAITING: usize = 4096;
+/// A check that is given up after this long without an answer is a failure of the server. One that is given up earlier
+/// says nothing, unless its own deadline has passed: otherwise clients that hang up could open the breaker.
+const PATIENCE: Duration = Duration::from_millis(10);
+/// After this long without an answer a connection is taken for dead.
+const SILENCE: Duration = Duration::from_secs(5);
+
+/// One server.
+pub(super) struct Node {
+    link: Link,
+    breaker: Breaker,
+    places: Arc<Semaphore>,
+    waiting: AtomicUsize,
+    pub(super) counts: Counts,
+}
+
+/// What leads to the server.
+enum Link {
+    Own(Connection),
+    Given(Arc<dyn Given>),
+}
+
+/// An open way to the server.
+enum Wire {
+    Own(Open),
+    Given(Arc<dyn Given>),
+}
+
+type Boxed<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
+
+/// A connection of the user's own.
+trait Given: Send + Sync {
+    fn ask<'a>(&self, cmd: &'a Cmd) -> Boxed<'a, RedisResult<Value>>;
+}
+
+impl<C: ConnectionLike + Clone + Send + Sync + 'static> Given for C {
+    fn ask<'a>(&self, cmd: &'a Cmd) -> Boxed<'a, RedisResult<Value>> {
+        let mut connection = self.clone();
+        Box::pin(async move { connection.req_packed_command(cmd).await })
+    }
+}
+
+impl Wire {
+    async fn ask(&mut self, cmd: &Cmd) -> RedisResult<Value> {
+        let answer = match self {
+            Self::Own(open) => open.inner.send_packed_command(cmd).await,
+            Self::Given(connection) => connection.ask(cmd).await,
+        };
+        // A server's error comes as a value.
+        answer.and_then(Value::extract_error)
+    }
+
+    fn generation(&self) -> Option<Generation> {
+        match self {
+            Self::Own(open) => Some(open.generation),
+            Self::Given(_) => None,
+        }
+    }
+}
+
+impl Node {
+    pub(super) fn own(connection: Connection) -> Self {
+        Self::new(Link::Own(connection))
+    }
+
+    pub(super) fn given<C: ConnectionLike + Clone + Send + Sync + 'static>(connection: C) -> Self {
+        Self::new(Link::Given(Arc::new(connection)))
+    }
+
+    fn new(link: Link) -> Self {
+        Self {
+            link,
+            breaker: Breaker::new(Instant::now()),
+            places: Arc::new(Semaphore::new(ON_THE_WIRE)),
+            waiting: AtomicUsize::new(0),
+            counts: Counts::default(),
+        }
+    }
+
+    pub(super) fn health(&self) -> Health {
+        self.breaker.health()
+    }
+
+    /// How often a connection was made, or tried. None for one that was given.
+    pub(super) fn attempts(&self) -> Option<u64> {
+        match &self.link {
+            Link::Own(connection) => Some(connection.attempts()),
+            Link::Given(_) => None,
+        }
+    }
+
+    pub(super) fn address(&self) -> Option<String> {
+        match &self.link {
+            Link::Own(connection) => Some(connection.address()),
+            Link::Given(_) => None,
+        }
+    }
+
+    /// Waits for an open connection, or for the error of the attempt to make one.
+    pub(super) async fn ready(&self) -> Result<(), RedisError> {
+        match &self.link {
+            Link::Own(connection) => connection.open().await.map(drop).map_err(RedisError::unsent),
+            Link::Given(_) => Ok(()),
+        }
+    }
+
+    /// Waits for a place on the wire and for the wire. Nothing is sent.
+    async fn enter(self: Arc<Self>) -> Result<Place, RedisError> {
+        let permit = match Arc::clone(&self.places).try_acquire_owned() {
+            Ok(permit) => permit,
+            Err(_) => {
+                let _waiting = Waiting::new(&self.waiting).ok_or(RedisError::new(RedisErrorKind::Crowded))?;
+                let permit = Arc::clone(&self.places).acquire_owned().await;
+                permit.map_err(|_| RedisError::new(RedisErrorKind::Crowded))?
+            }
+        };
+        let wire = match &self.link {
+            Link::Own(connection) => Wire::Own(connection.open().await.map_err(RedisError::unsent)?),
+            Link::Given(connection) => Wire::Given(Arc::clone(connection)),
+        };
+        Ok(Place { wire, _permit: permit })
+    }
+
+    /// A place on the wire, if there is one at this moment.
+    fn enter_now(&self) -> Option<Place> {
+        let permit = Arc::clone(&self.places).try_acquire_owned().ok()?;
+        let wire = match &self.link {
+            Link::Own(connection) => Wire::Own(connection.now()?),
+            Link::Given(connection) => Wire::Given(Arc::clone(connection)),
+        };
+        Some(Place { wire, _permit: permit })
+    }
+
+    fn answered(&self, question: &Question, place: &Place, answer: RedisResult<Value>) -> Asked {
+        let result = answer.map_err(RedisError::sent).and_then(|answer| {
+            script::decision(&question.charges, &answer).ok_or(RedisError::new(RedisErrorKind::Reply))
+        });
+        if let Err(error) = &result
+            && error.ends_the_connection()
+        {
+            self.lost(place.wire.generation());
+        }
+        Asked::Answered(result)
+    }
+
+    /// The connection of that generation is of no use any more.
+    fn lost(&self, generation: Option<Generation>) {
+        if let (Link::Own(connection), Some(generation)) = (&self.link, generation) {
+            connection.lost(generation);
+        }
+    }
+
+    fn tell(&self, change: Change, why: &dyn fmt::Display) {
+        let address = self.address().unwrap_or_else(|| "(a given connection)".to_owned());
+        match change {
+            Change::Opened => log::warning!("Redis at {address} is not asked for a moment: it fails ({why})"),
+            Change::Closed(after) => log::warning!("Redis at {address} answers again, after {after:.1?}"),
+        }
+    }
+}
+
+impl fmt::Debug for Node {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Node").field("address", &self.address()).field("breaker", &self.breaker).finish_non_exhaustive()
+    }
+}
+
+/// One of those that wait for a place.
+struct Waiting<'a>(&'a AtomicUsize);
+
+impl<'a> Waiting<'a> {
+    fn new(waiting: &'a AtomicUsize) -> Option<Self> {
+        let one = Self(waiting);
+        // Dropped, and so taken back, where there are too many.
+        (waiting.fetch_add(1, Ordering::Relaxed) < WAITING).then_some(one)
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// A place on the wire: kept until the answer has come, whoever waits for it by then.
+struct Place {
+    wire: Wire,
+    _permit: OwnedSemaphorePermit,
+}
+
+/// What is asked of the server.
+struct Question {
+    script: Arc<Script>,
+    charges: Charges,
+}
+
+/// What came of a call.
+enum Asked {
+    Answered(Result<Decision, RedisError>),
+    /// The server does not know the script, which proves that nothing ran.
+    NoScript(Question, Place),
+}
+
+/// One check, on its way.
+pub(super) struct Check {
+    node: Arc<Node>,
+    ticket: Option<Ticket>,
+    patience: Duration,
+    stage: Stage,
+}
+
+enum Stage {
+    New(Question),
+    /// Waits for a place: dropped, it leaves no trace.
+    Entering(Question, Boxed<'static, Result<Place, RedisError>>),
+    /// Sent, on this connection: the tokens may be taken from now on.
+    Asking(Boxed<'static, Asked>, Option<Generation>),
+    Done,
+}
+
+impl Check {
+    /// A check whose caller waits for at most `deadline`, if that is known.
+    pub(super) fn new(node: Arc<Node>, script: Arc<Script>, charges: &[Charge], deadline: Option<Duration>) -> Self {
+        let question = Question { script, charges: charges.iter().cloned().collect() };
+        let patience = deadline.map_or(PATIENCE, |deadline| deadline.min(PATIENCE));
+        Self { node, ticket: None, patience, stage: Stage::New(question) }
+    }
+
+    /// The end of a check whose caller is there.
+    fn end(&mut self, result: &Result<Decision, RedisError>) {
+        if let Err(error) = result {
+            self.node.counts.add(error.kind());
+        }
+        let Some(ticket) = self.ticket.take() else { return };
+        let breaker = &self.node.breaker;
+        let change = match result {
+            Err(error) if error.kind() == RedisErrorKind::Crowded => {
+                // The load of this instance says nothing of the server.
+                breaker.given_up(ticket, Duration::MAX, Instant::now()).1
+            }
+            Err(error) if error.kind() != RedisErrorKind::Bucket => breaker.failed(ticket, Instant::now()),
+            // What stands in one key does not either, but the server did answer.
+            Ok(_) | Err(_) => breaker.answered(ticket),
+        };
+        if let Some(change) = change {
+            self.node.tell(change, &result.as_ref().err().map_or_else(String::new, ToString::to_string));
+        }
+    }
+}
+
+/// Asks, by the script's hash.
+async fn ask(node: Arc<Node>, question: Question, mut place: Place) -> Asked {
+    let answer = place.wire.ask(&question.script.evalsha(&question.charges)).await;
+    match answer {
+        Err(error) if error.kind() == ErrorKind::Server(ServerErrorKind::NoScript) => Asked::NoScript(question, place),
+        answer => node.answered(&question, &place, answer),
+    }
+}
+
+/// Asks with the script itself.
+async fn ask_with_the_script(node: Arc<Node>, question: Question, mut place: Place) -> Asked {
+    let answer = place.wire.ask(&question.script.eval(&question.charges)).await;
+    node.answered(&question, &place, answer)
+}
+
+impl Future for Check {
+    type Output = Result<Decision, RedisError>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = &mut *self;
+        let result = loop {
+            match mem::replace(&mut this.stage, Stage::Done) {
+                // No charge, no question.
+                Stage::New(question) if question.charges.is_empty() => {
+                    return Poll::Ready(Decision::new(&[], &[]).ok_or(RedisError::new(RedisErrorKind::Reply)));
+                }
+                // New => Entering | Asking
+                Stage::New(question) => match this.node.breaker.enter(Instant::now()) {
+                    Ok(ticket) => {
+                        this.ticket = Some(ticket);
+                        this.stage = match this.node.enter_now() {
+                            Some(place) => Stage::asking(&this.node, place, |node, place| ask(node, question, place)),
+                            None => Stage::Entering(question, Box::pin(Arc::clone(&this.node).enter())),
+                        };
+                    }
+                    Err(retry_after) => break Err(RedisError::breaker_open(retry_after)),
+                },
+                // Entering => Asking
+                Stage::Entering(question, mut entering) => match entering.as_mut().poll(cx) {
+                    Poll::Ready(Ok(place)) => {
+                        this.stage = Stage::asking(&this.node, place, |node, place| ask(node, question, place));
+                    }
+                    Poll::Ready(Err(error)) => break Err(error),
+                    Poll::Pending => {
+                        this.stage = Stage::Entering(question, entering);
+                        return Poll::Pending;
+                    }
+                },
+                // Asking => Asking | Done
+                Stage::Asking(mut asking, generation) => match asking.as_mut().poll(cx) {
+                    Poll::Ready(Asked::Answered(result)) => break result,
+                    Poll::Ready(Asked::NoScript(question, place)) => {
+                        this.stage =
+                            Stage::asking(&this.node, place, |node, place| ask_with_the_script(node, question, place));
+                    }
+                    Poll::Pending => {
+                        this.stage = Stage::Asking(asking, generation);
+                        return Poll::Pending;
+                    }
+                },
+                Stage::Done => panic!("polled after completion"),
+            }
+        };
+        this.end(&result);
+        Poll::Ready(result)
+    }
+}
+
+impl Stage {
+    fn asking<F>(node: &Arc<Node>, place: Place, ask: impl FnOnce(Arc<Node>, Place) -> F) -> Self
+    where
+        F: Future<Output = Asked> + Send + 'static,
+    {
+        let generation = place.wire.generation();
+        Self::Asking(Box::pin(ask(Arc::clone(node), place)), generation)
+    }
+}
+
+impl Drop for Check {
+    fn drop(&mut self) {
+        if let Some(ticket) = self.ticket.take() {
+            let (failed, change) = self.node.breaker.given_up(ticket, self.patience, Instant::now());
+            if failed {
+                self.node.counts.add(RedisErrorKind::Late);
+            }
+            if let Some(change) = change {
+                self.node.tell(change, &RedisErrorKind::Late);
+            }
+        }
+        // What is on the wire keeps its place until it is answered, so that no more than so many are ever charged after
+        // their callers have gone.
+        if let Stage::Asking(asking, generation) = mem::replace(&mut self.stage, Stage::Done)
+            && let Ok(runtime) = Handle::try_current()
+        {
+            let node = Arc::clone(&self.node);
+            runtime.spawn(async move {
+                if timeout(SILENCE, asking).await.is_err() {
+                    node.lost(generation);
+                }
+            });
+        }
+    }
+}
