@@ -6,6 +6,7 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use crate::error::ConfigError;
+use crate::failure::OnStoreFailure;
 use crate::key::BucketKey;
 use crate::quota::Quota;
 
@@ -102,6 +103,8 @@ pub struct Charge {
     quota: Quota,
     amount: Amount,
     shadow: bool,
+    /// In the place of the layer's.
+    on_store_failure: Option<OnStoreFailure>,
 }
 
 impl Charge {
@@ -109,7 +112,7 @@ impl Charge {
     #[must_use]
     pub fn new(limit: LimitName, key: BucketKey, quota: Quota, amount: Amount) -> Self {
         let amount = if amount == Amount::Take(0) { Amount::Peek } else { amount };
-        Self { limit, key, quota, amount, shadow: false }
+        Self { limit, key, quota, amount, shadow: false, on_store_failure: None }
     }
 
     /// Makes this a shadow charge: it never refuses, and is made when all enforced charges pass and the tokens are
@@ -122,8 +125,18 @@ impl Charge {
 
     /// The same charge of another amount.
     pub(crate) fn with(&self, amount: Amount) -> Self {
-        let Self { limit, key, quota, shadow, .. } = self.clone();
-        Self { shadow, ..Self::new(limit, key, quota, amount) }
+        let Self { limit, key, quota, amount: _, shadow, on_store_failure } = self.clone();
+        Self { shadow, on_store_failure, ..Self::new(limit, key, quota, amount) }
+    }
+
+    pub(crate) fn with_on_store_failure(mut self, policy: Option<OnStoreFailure>) -> Self {
+        self.on_store_failure = policy;
+        self
+    }
+
+    /// What applies to this charge, in the place of the layer's policy, when the store fails.
+    pub(crate) fn on_store_failure(&self) -> Option<OnStoreFailure> {
+        self.on_store_failure
     }
 
     /// The limit that charges.

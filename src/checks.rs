@@ -1,5 +1,6 @@
 //! What a check needs: the store, its deadline, and what holds when it fails.
 
+use std::error::Error;
 use std::fmt;
 use std::future::Future as _;
 use std::sync::Arc;
@@ -39,22 +40,18 @@ impl<St> Checks<St> {
         }
     }
 
-    /// The verdict on a request whose check failed.
-    pub(crate) fn fail(&self, charges: &[Charge], why: &dyn fmt::Display) -> Verdict {
-        self.failures.failed(self.on_store_failure, why);
-        self.failures.decide(self.on_store_failure, self.share, charges)
-    }
-
-    /// Why a check failed that took too long.
-    pub(crate) fn late(&self) -> impl fmt::Display + use<St> {
-        Late(self.deadline)
+    /// The verdict on a request whose check was not answered in time.
+    pub(crate) fn late(&self, charges: &[Charge]) -> Verdict {
+        self.failures.failed(self.on_store_failure, &Late(self.deadline));
+        self.failures.decide(self.on_store_failure, self.share, charges, None)
     }
 
     /// What becomes of a settlement that the store does not answer: a charge is made here, a refund is lost, since the
     /// local bucket never gave what would come back to it.
     fn unsettled(&self, charge: Charge, why: &dyn fmt::Display) {
         self.failures.failed(self.on_store_failure, why);
-        if self.on_store_failure == OnStoreFailure::Local && matches!(charge.amount(), Amount::Spend(_)) {
+        let policy = charge.on_store_failure().unwrap_or(self.on_store_failure);
+        if policy == OnStoreFailure::Local && matches!(charge.amount(), Amount::Spend(_)) {
             self.failures.charge(&charge.share(self.share));
         }
     }
@@ -64,6 +61,12 @@ impl<St: Store> Checks<St> {
     /// Asks the store.
     pub(crate) fn acquire(&self, charges: &[Charge]) -> St::Future {
         self.store.acquire_within(charges, self.deadline)
+    }
+
+    /// The verdict on a request whose check failed.
+    pub(crate) fn fail(&self, charges: &[Charge], error: &St::Error) -> Verdict {
+        self.failures.failed(self.on_store_failure, error);
+        self.failures.decide(self.on_store_failure, self.share, charges, retry_after(error))
     }
 
     /// Makes a charge that does not refuse, in a task of its own where the store does not answer at once.
@@ -77,7 +80,7 @@ impl<St: Store> Checks<St> {
                     runtime.spawn(async move {
                         match timeout(checks.deadline, acquire).await {
                             Ok(result) => checks.settled(charge, &result),
-                            Err(_) => checks.unsettled(charge, &checks.late()),
+                            Err(_) => checks.unsettled(charge, &Late(checks.deadline)),
                         }
                     });
                 }
@@ -92,6 +95,20 @@ impl<St: Store> Checks<St> {
             Err(error) => self.unsettled(charge, error),
         }
     }
+}
+
+/// When the store is asked again, where its error says so, or one that it passes on.
+#[cfg(feature = "redis")]
+fn retry_after(error: &(dyn Error + 'static)) -> Option<Duration> {
+    match error.downcast_ref::<crate::RedisError>() {
+        Some(error) => error.retry_after(),
+        None => retry_after(error.source()?),
+    }
+}
+
+#[cfg(not(feature = "redis"))]
+fn retry_after(_: &(dyn Error + 'static)) -> Option<Duration> {
+    None
 }
 
 struct Late(Duration);

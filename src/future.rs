@@ -107,7 +107,7 @@ where
                         Poll::Pending => {
                             let sleep = || Box::pin(tokio::time::sleep(settings.checks.deadline));
                             ready!(deadline.get_or_insert_with(sleep).as_mut().poll(cx));
-                            settings.checks.fail(charges, &settings.checks.late())
+                            settings.checks.late(charges)
                         }
                     };
                     let charges = mem::take(charges);

@@ -10,6 +10,7 @@ use crate::charge::{Amount, Charge, Charges, LimitName};
 use crate::client_ip::ClientIp;
 use crate::cost::{Cost, CostTable, is_preflight};
 use crate::error::{ConfigError, or_panic};
+use crate::failure::OnStoreFailure;
 use crate::key::{BucketKey, KeyExtractor, NoKey};
 use crate::log;
 use crate::quota::Quota;
@@ -37,6 +38,7 @@ pub struct Limit {
     cost: Arc<dyn Cost>,
     quota_by: Option<Arc<QuotaBy>>,
     shadow: bool,
+    on_store_failure: Option<OnStoreFailure>,
 }
 
 impl Limit {
@@ -64,6 +66,7 @@ impl Limit {
             cost: Arc::new(CostTable::new(1)),
             quota_by: None,
             shadow: false,
+            on_store_failure: None,
         })
     }
 
@@ -123,6 +126,15 @@ impl Limit {
         self
     }
 
+    /// Sets what happens to this limit when the store fails, in the place of the
+    /// [layer's policy](crate::TokenBucketLayer::on_store_failure). Where one limit of a request says `Deny`, the request
+    /// is refused; those that say `Allow` are left out, and the others are charged on this instance alone.
+    #[must_use]
+    pub fn on_store_failure(mut self, policy: OnStoreFailure) -> Self {
+        self.on_store_failure = Some(policy);
+        self
+    }
+
     /// The limit's name.
     #[must_use]
     pub fn name(&self) -> &str {
@@ -160,6 +172,7 @@ impl Limit {
             Err(why) => return Err(why),
         };
         let charge = Charge::new(self.name.clone(), key, quota, Amount::Take(cost));
+        let charge = charge.with_on_store_failure(self.on_store_failure);
         Ok(Some(if self.shadow { charge.shadow() } else { charge }))
     }
 }

@@ -102,13 +102,16 @@ impl Settle {
         charges: &[Charge],
         decision: &Decision,
     ) {
-        let is_charged = |(_, outcome): &(&Charge, &Outcome)| outcome.is_allowed();
-        let charged = charges.iter().zip(decision.outcomes()).filter(is_charged);
+        // A policy for failures may leave some out.
+        let is_charged = |charge: &&Charge| {
+            let of = |outcome: &&Outcome| outcome.limit() == charge.limit().as_str();
+            decision.outcomes().iter().find(of).is_some_and(Outcome::is_allowed)
+        };
         let inner = Charged {
             checks: settings.checks.clone(),
             limits: settings.limits.clone(),
             source: decision.source(),
-            reserved: charged.map(|(charge, _)| Reserved::new(charge)).collect(),
+            reserved: charges.iter().filter(is_charged).map(Reserved::new).collect(),
             outer: extensions.remove(),
         };
         extensions.insert(Self { inner: Arc::new(inner) });
