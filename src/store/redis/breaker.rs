@@ -13,6 +13,8 @@ const FAILURES: u32 = 5;
 const PAUSE: Duration = Duration::from_millis(100);
 /// Short enough to be well again within a second of the server's return.
 const PAUSE_MAX: Duration = Duration::from_millis(400);
+/// A probe that takes longer, whose caller has no deadline, no longer keeps others from probing.
+const PROBE_MAX: Duration = Duration::from_secs(5);
 
 /// What a breaker lets through.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,7 +38,7 @@ pub(super) struct Breaker {
 #[derive(Debug)]
 struct State {
     health: Health,
-    /// While open: when the next probe may go.
+    /// When the next probe may go.
     probe_at: Instant,
     pause: Duration,
     /// When the last outage began.
@@ -80,8 +82,9 @@ impl Breaker {
             let mut state = self.state();
             match state.health {
                 Health::Closed => {}
-                Health::Open if now >= state.probe_at => {
+                Health::Open | Health::Probing if now >= state.probe_at => {
                     state.health = Health::Probing;
+                    state.probe_at = now + PROBE_MAX;
                     return Ok(Ticket { began: now, probe: true });
                 }
                 Health::Open => return Err(state.probe_at - now),
@@ -149,5 +152,112 @@ impl Breaker {
 impl fmt::Debug for Breaker {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Breaker").field("health", &self.health()).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+    const DEADLINE: Duration = Duration::from_millis(10);
+
+    /// A breaker that has just opened, and when.
+    fn opened() -> (Breaker, Instant) {
+        let now = Instant::now();
+        let breaker = Breaker::new(now);
+        for i in 1..=FAILURES {
+            let change = breaker.failed(breaker.enter(now).unwrap(), now);
+            assert_eq!(change, (i == FAILURES).then_some(Change::Opened));
+        }
+        assert_eq!(breaker.health(), Health::Open);
+        (breaker, now)
+    }
+
+    #[test]
+    fn a_few_failures_in_a_row_open_it_and_an_answer_between_them_does_not() {
+        let now = Instant::now();
+        let breaker = Breaker::new(now);
+        for _ in 0..10 {
+            for _ in 1..FAILURES {
+                assert_eq!(breaker.failed(breaker.enter(now).unwrap(), now), None);
+            }
+            assert_eq!(breaker.answered(breaker.enter(now).unwrap()), None);
+        }
+        assert_eq!(breaker.health(), Health::Closed);
+        opened();
+    }
+
+    #[test]
+    fn one_probe_at_a_time_asks_after_the_pause_and_its_answer_closes_it() {
+        let (breaker, now) = opened();
+        assert_eq!(breaker.enter(now).unwrap_err(), PAUSE);
+        assert_eq!(breaker.enter(now + PAUSE - MS).unwrap_err(), MS);
+        let probe = breaker.enter(now + PAUSE).unwrap();
+        assert_eq!(breaker.health(), Health::Probing);
+        for _ in 0..3 {
+            breaker.enter(now + 10 * PAUSE_MAX).unwrap_err();
+        }
+        // Unless it hangs.
+        assert!(breaker.enter(now + PAUSE + PROBE_MAX).unwrap().probe);
+        breaker.enter(now + PAUSE + PROBE_MAX).unwrap_err();
+        assert!(matches!(breaker.answered(probe), Some(Change::Closed(_))));
+        assert_eq!(breaker.health(), Health::Closed);
+        assert!(!breaker.enter(now).unwrap().probe);
+        // It takes as many failures to open it again.
+        assert_eq!(breaker.failed(breaker.enter(now).unwrap(), now), None);
+    }
+
+    #[test]
+    fn each_probe_that_fails_doubles_the_pause_up_to_its_bound() {
+        let (breaker, mut now) = opened();
+        now += PAUSE;
+        for pause in [2 * PAUSE, 4 * PAUSE, 4 * PAUSE, 4 * PAUSE] {
+            let probe = breaker.enter(now).unwrap();
+            assert_eq!(breaker.failed(probe, now), None);
+            assert_eq!(breaker.enter(now).unwrap_err(), pause.min(PAUSE_MAX));
+            now += pause.min(PAUSE_MAX);
+        }
+        // Once well, the next outage starts with the short one.
+        breaker.answered(breaker.enter(now).unwrap());
+        for _ in 0..FAILURES {
+            breaker.failed(breaker.enter(now).unwrap(), now);
+        }
+        assert_eq!(breaker.enter(now).unwrap_err(), PAUSE);
+    }
+
+    #[test]
+    fn what_was_on_its_way_when_it_opened_neither_closes_nor_reopens_it() {
+        let now = Instant::now();
+        let breaker = Breaker::new(now);
+        let early: Vec<_> = (0..FAILURES + 2).map(|_| breaker.enter(now).unwrap()).collect();
+        for ticket in &early[..FAILURES as usize] {
+            breaker.failed(*ticket, now);
+        }
+        assert_eq!(breaker.answered(early[FAILURES as usize]), None);
+        assert_eq!(breaker.failed(early[FAILURES as usize + 1], now), None);
+        assert_eq!(breaker.health(), Health::Open);
+        assert_eq!(breaker.enter(now).unwrap_err(), PAUSE);
+    }
+
+    #[test]
+    fn a_check_that_is_given_up_early_says_nothing() {
+        let now = Instant::now();
+        let breaker = Breaker::new(now);
+        for _ in 0..3 * FAILURES {
+            let ticket = breaker.enter(now).unwrap();
+            assert_eq!(breaker.given_up(ticket, DEADLINE, now + DEADLINE - MS), (false, None));
+        }
+        assert_eq!(breaker.health(), Health::Closed);
+        for i in 1..=FAILURES {
+            let ticket = breaker.enter(now).unwrap();
+            let change = (i == FAILURES).then_some(Change::Opened);
+            assert_eq!(breaker.given_up(ticket, DEADLINE, now + DEADLINE), (true, change));
+        }
+        // A probe whose client hangs up makes room for the next at once.
+        let now = now + DEADLINE + PAUSE;
+        let probe = breaker.enter(now).unwrap();
+        assert_eq!(breaker.given_up(probe, DEADLINE, now + MS), (false, None));
+        assert!(breaker.enter(now + MS).unwrap().probe);
     }
 }
