@@ -8,6 +8,7 @@ mod server;
 
 mod arithmetic;
 mod fields;
+mod histories;
 mod http_contract;
 mod identity;
 mod memory;

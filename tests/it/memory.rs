@@ -22,7 +22,7 @@ use crate::arithmetic::{QUOTAS, Rng, name, quota};
 const BUCKETS_DEFAULT: usize = 786_432;
 const SHARDS: usize = 64;
 
-fn ask(store: &MemoryStore, charges: &[Charge]) -> Decision {
+pub(crate) fn ask(store: &MemoryStore, charges: &[Charge]) -> Decision {
     let Ok(decision) = store.acquire(charges).into_inner();
     decision
 }
@@ -38,7 +38,7 @@ fn take(limit: &LimitName, i: u32, quota: Quota, cost: u64) -> Charge {
 // Against the model.
 
 /// All that a decision says.
-fn said(decision: &Decision) -> impl PartialEq + std::fmt::Debug + use<> {
+pub(crate) fn said(decision: &Decision) -> impl PartialEq + std::fmt::Debug + use<> {
     let outcome = |outcome: &tower_token_bucket::Outcome| {
         let remaining = outcome.remaining();
         (outcome.is_allowed(), outcome.is_too_dear(), remaining, outcome.retry_after(), outcome.reset_after())
@@ -48,7 +48,7 @@ fn said(decision: &Decision) -> impl PartialEq + std::fmt::Debug + use<> {
 }
 
 /// A store forgets a bucket when the life that it was written with is over.
-fn forget(model: &mut Model, charge: &Charge, now_us: u64) {
+pub(crate) fn forget(model: &mut Model, charge: &Charge, now_us: u64) {
     let Some(state) = model.state(charge) else { return };
     let at_us: u64 = state.split(':').next().unwrap().parse().unwrap();
     if now_us >= at_us + model.life_ms(charge, at_us).unwrap() * 1000 {
@@ -157,7 +157,7 @@ async fn a_look_or_a_denial_makes_no_bucket() {
 // Many threads.
 
 /// Runs `body` in 16 threads that start together; the sum of what they return.
-fn in_16_threads(body: impl Fn(u64) -> u64 + Sync) -> u64 {
+pub(crate) fn in_16_threads(body: impl Fn(u64) -> u64 + Sync) -> u64 {
     let barrier = Barrier::new(16);
     let run = |i| {
         barrier.wait();

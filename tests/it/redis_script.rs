@@ -15,7 +15,7 @@ const SCRIPT: &str = include_str!("../../lua/token_bucket.lua");
 const TIME: &str = "local time = redis.call('TIME')\n";
 const SET: &str = "redis.pcall('SET', ";
 /// A time of 16 digits, as the times of this century are.
-const START_US: u64 = 1_764_456_789_000_000;
+pub(crate) const START_US: u64 = 1_764_456_789_000_000;
 
 /// The script with the clock as its last two arguments. It answers with its reply, and then with the key, the value and
 /// the life of each write.
@@ -121,15 +121,15 @@ fn replies(value: &Value, charges: usize) -> Vec<Reply> {
 }
 
 /// A server with both forms of the script loaded.
-struct Buckets {
-    server: Server,
-    connection: Connection,
+pub(crate) struct Buckets {
+    pub(crate) server: Server,
+    pub(crate) connection: Connection,
     sha: String,
-    clock_sha: String,
+    pub(crate) clock_sha: String,
 }
 
 impl Buckets {
-    fn start() -> Self {
+    pub(crate) fn start() -> Self {
         let server = Server::start();
         let load = |script: &str| server.query(&["SCRIPT", "LOAD", script]).text().expect("a hash").to_owned();
         let (sha, clock_sha) = (load(SCRIPT), load(&with_a_clock()));
@@ -143,15 +143,7 @@ impl Buckets {
         self.connection.send(&commands).expect("the server listens");
         let answers = calls.iter().map(|call| {
             let answer = self.connection.receive().expect("the server answers");
-            let Value::Array(parts) = &answer else { panic!("{answer:?} to {call:?}") };
-            let [reply, Value::Array(written)] = &parts[..] else { panic!("{answer:?} to {call:?}") };
-            let text = |value: &Value| value.text().expect("a text").to_owned();
-            let writes = written.chunks_exact(3).map(|write| Write {
-                key: text(&write[0]),
-                value: text(&write[1]),
-                life_ms: text(&write[2]),
-            });
-            (reply.clone(), writes.collect())
+            reply_and_writes(&answer).unwrap_or_else(|| panic!("{answer:?} to {call:?}"))
         });
         answers.collect()
     }
@@ -179,11 +171,21 @@ impl Buckets {
     }
 }
 
+/// The answer of the script [with a clock](with_a_clock).
+pub(crate) fn reply_and_writes(answer: &Value) -> Option<(Value, Vec<Write>)> {
+    let Value::Array(parts) = answer else { return None };
+    let [reply, Value::Array(written)] = &parts[..] else { return None };
+    let text = |value: &Value| value.text().map(str::to_owned);
+    let write =
+        |write: &[Value]| Some(Write { key: text(&write[0])?, value: text(&write[1])?, life_ms: text(&write[2])? });
+    Some((reply.clone(), written.chunks_exact(3).map(write).collect::<Option<_>>()?))
+}
+
 #[derive(Debug)]
-struct Write {
-    key: String,
-    value: String,
-    life_ms: String,
+pub(crate) struct Write {
+    pub(crate) key: String,
+    pub(crate) value: String,
+    pub(crate) life_ms: String,
 }
 
 fn charge(name: &str, quota: Quota, amount: Amount) -> Charge {
@@ -195,10 +197,10 @@ fn take(quota: Quota, tokens: u64) -> [Charge; 1] {
 }
 
 /// SplitMix64: small, and the same numbers from the same seed everywhere.
-struct Random(u64);
+pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
-    fn next(&mut self) -> u64 {
+    pub(crate) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -207,27 +209,27 @@ impl Random {
     }
 
     /// 0 to `n` - 1.
-    fn below(&mut self, n: u64) -> u64 {
+    pub(crate) fn below(&mut self, n: u64) -> u64 {
         ((u128::from(self.next()) * u128::from(n)) >> 64) as u64
     }
 
     /// 1 to `max`, small ones as often as large ones.
-    fn magnitude(&mut self, max: u64) -> u64 {
+    pub(crate) fn magnitude(&mut self, max: u64) -> u64 {
         let bits = self.below(u64::from(64 - max.leading_zeros()) + 1);
         (1 + self.below(1 << bits)).min(max)
     }
 
-    fn one_in(&mut self, n: u64) -> bool {
+    pub(crate) fn one_in(&mut self, n: u64) -> bool {
         self.below(n) == 0
     }
 
-    fn pick<'a, T>(&mut self, of: &'a [T]) -> &'a T {
+    pub(crate) fn pick<'a, T>(&mut self, of: &'a [T]) -> &'a T {
         &of[self.below(of.len() as u64) as usize]
     }
 }
 
 /// Ordinary quotas, and those at the bounds of what is accepted.
-fn quotas(random: &mut Random) -> Vec<Quota> {
+pub(crate) fn quotas(random: &mut Random) -> Vec<Quota> {
     let second = Duration::from_secs(1);
     let hour = Duration::from_secs(3600);
     let us = Duration::from_micros;
@@ -289,7 +291,7 @@ fn amount(random: &mut Random, model: &Model, name: &str, quota: Quota) -> Amoun
 }
 
 /// Moves the clock: mostly a little forward, at times by up to an hour either way, or by the step that is just kept.
-fn tick(random: &mut Random, now_us: u64) -> u64 {
+pub(crate) fn tick(random: &mut Random, now_us: u64) -> u64 {
     match random.below(40) {
         0 => now_us - random.magnitude(3_600_000_000),
         1 => now_us - random.magnitude(1_000_100),
