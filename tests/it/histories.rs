@@ -347,8 +347,8 @@ impl Api {
             limits[0] = *limits.last().unwrap();
         }
         let mut charge = |limit| {
-            let look = self.charge(limit, caller, Amount::Peek);
-            let level = Decision::new(&[look.clone()], &model.acquire(&[look], now_us)).unwrap();
+            let look = [self.charge(limit, caller, Amount::Peek)];
+            let level = Decision::new(&look, &model.acquire(&look, now_us)).unwrap();
             let amount = amount(random, level.outcomes());
             let charge = self.charge(limit, caller, amount);
             if random.one_in(if limit == WATCH { 1 } else { 12 }) { charge.shadow() } else { charge }
