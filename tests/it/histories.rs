@@ -115,7 +115,7 @@ struct Pair {
     buckets: Vec<Charge>,
     model: Model,
     clock: Clocked,
-    store: RedisStore<Clocked>,
+    store: RedisStore,
     denials: usize,
     /// Of all denials: those writes that rule 4 allows.
     extended: usize,
