@@ -53,7 +53,12 @@
 //!
 //! One [deadline](TokenBucketLayer::deadline) covers the whole check. After it, or after an error, [`OnStoreFailure`]
 //! applies: the same limits on this instance alone (the default), no limit, or 503. The inner service never sees an
-//! error of the store.
+//! error of the store. A `RedisStore` that has failed a few times in a row answers at once, until it is well again.
+//!
+//! # While it runs
+//!
+//! [`LimitsHandle`] replaces the limits, [`Settle`] charges what a request has really cost, [`Store::peek`],
+//! [`reset`](Store::reset) and [`penalize`](Store::penalize) are for operators.
 //!
 //! # When there is no key
 //!

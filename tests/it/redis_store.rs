@@ -12,6 +12,7 @@ use tokio::task::JoinSet;
 use tower_token_bucket::conformance::{self, Model};
 use tower_token_bucket::{Amount, BucketKey, Charge, LimitName, Quota, RedisStore, Store, redis};
 
+use crate::redis_script::RIGHTS;
 use crate::server::{Server, Value};
 
 const SCRIPT: &str = include_str!("../../lua/token_bucket.lua");
@@ -168,6 +169,17 @@ async fn a_password_is_in_no_error_and_no_debug() {
     let shown = format!("{error} {error:?} {store:?}");
     assert!(!shown.contains("canary"), "{shown}");
     conformance::check(&RedisStore::connect(&server.url()).await.unwrap()).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_user_with_the_rights_that_the_readme_prints_is_enough() {
+    let line = format!("ACL SETUSER limiter on >password {RIGHTS}");
+    assert!(include_str!("../../README.md").contains(&line), "the README has the line {line}");
+    let server = Server::start();
+    server.query(&line.split(' ').collect::<Vec<_>>());
+    server.query(&["ACL", "SETUSER", "default", "off"]);
+    let url = format!("redis://limiter:password@127.0.0.1:{}", server.port());
+    conformance::check(&RedisStore::connect(&url).await.unwrap()).await;
 }
 
 /// discourse#14682, n8n#24636, erpc#1058, bottleneck#180.
