@@ -16,3 +16,4 @@ mod plumbing;
 mod redis_script;
 mod redis_store;
 mod servers;
+mod settle;
