@@ -15,5 +15,7 @@ mod memory;
 mod plumbing;
 mod redis_script;
 mod redis_store;
+mod reload;
 mod servers;
 mod settle;
+mod verbs;

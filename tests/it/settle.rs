@@ -57,6 +57,7 @@ fn ask(cost: u64) -> Ask {
 }
 
 /// Answers at once, with the `Settle` and the `Decision` of the request.
+#[allow(clippy::needless_pass_by_value)] // As a handler takes it.
 fn desk(request: Ask) -> Ready<Result<Answer, Infallible>> {
     let mut answer = Response::new(Full::default());
     if let Some(settle) = request.extensions().get::<Settle>() {
