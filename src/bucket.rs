@@ -136,10 +136,11 @@ fn step(state: &mut Option<State>, quota: &Quota, amount: Amount, now_us: u64) -
     reading.reply(level, true, now_us)
 }
 
-/// The two writes that a denial may make, neither of which takes a token: to bring back a time that lies too far ahead,
-/// and to extend a life that this quota, being slower, has made too short for the wait that was promised.
+/// The two writes that a charge may make that refuses, neither of which takes a token: to bring back a time that lies too
+/// far ahead, and to extend a life that this quota, being slower, has made too short for the wait that was promised. A
+/// full bucket refuses what can never pass, so that nothing is promised, and a larger quota may have more in it.
 fn keep(state: &mut Option<State>, reading: &Reading, quota: &Quota) {
-    let Some(stored) = *state else { return };
+    let Some(stored) = state.filter(|_| reading.refilled < quota.full()) else { return };
     let own = reading.state(reading.at_us, reading.level, quota);
     if reading.behind || own.expiry_us() > stored.expiry_us() {
         *state = Some(own);
@@ -174,12 +175,13 @@ pub(crate) fn acquire(
             let (state, quota) = (&mut states[slots[i]], charge.quota());
             let reading = Reading::new(before[slots[i]].as_ref(), &quota, now_us);
             let allowed = match charge.amount() {
-                Amount::Take(cost) => {
-                    keep(state, &reading, &quota);
-                    if charge.is_shadow() { reading.refilled >= units(cost, &quota) } else { replies[i].is_allowed() }
-                }
+                Amount::Take(cost) if charge.is_shadow() => reading.refilled >= units(cost, &quota),
+                Amount::Take(_) => replies[i].is_allowed(),
                 Amount::Spend(_) | Amount::Give(_) | Amount::Peek => true,
             };
+            if !allowed {
+                keep(state, &reading, &quota);
+            }
             replies[i] = reading.reply(reading.refilled, allowed, now_us);
         }
     }

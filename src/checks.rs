@@ -70,22 +70,23 @@ impl<St: Store> Checks<St> {
     }
 
     /// Makes a charge that does not refuse, in a task of its own where the store does not answer at once.
-    pub(crate) fn settle(&self, charge: Charge) {
+    pub(crate) fn settle(&self, charge: Charge, runtime: Option<&Handle>) {
+        let _entered = runtime.map(Handle::enter);
         let mut acquire = Box::pin(self.acquire(std::slice::from_ref(&charge)));
         match acquire.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
             Poll::Ready(result) => self.settled(charge, &result),
-            Poll::Pending => match Handle::try_current() {
-                Ok(runtime) => {
-                    let checks = self.clone();
-                    runtime.spawn(async move {
-                        match timeout(checks.deadline, acquire).await {
-                            Ok(result) => checks.settled(charge, &result),
-                            Err(_) => checks.unsettled(charge, &Late(checks.deadline)),
-                        }
-                    });
-                }
-                Err(error) => self.unsettled(charge, &error),
-            },
+            Poll::Pending => {
+                let Some(runtime) = runtime else {
+                    return self.unsettled(charge, &"this store needs a tokio runtime");
+                };
+                let checks = self.clone();
+                runtime.spawn(async move {
+                    match timeout(checks.deadline, acquire).await {
+                        Ok(result) => checks.settled(charge, &result),
+                        Err(_) => checks.unsettled(charge, &Late(checks.deadline)),
+                    }
+                });
+            }
         }
     }
 

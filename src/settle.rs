@@ -4,15 +4,16 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use arc_swap::Guard;
 use http::Extensions;
 use smallvec::SmallVec;
+use tokio::runtime::Handle;
 
 use crate::charge::{Amount, Charge};
 use crate::checks::Checks;
 use crate::decision::{Decision, Outcome, Source};
-use crate::limit::Limit;
+use crate::limit::{Limit, Limits};
 use crate::log;
-use crate::reload::LimitsHandle;
 use crate::settings::Settings;
 use crate::store::Store;
 
@@ -55,7 +56,9 @@ trait Settling: Send + Sync {
 /// What a request was charged, and where.
 struct Charged<St> {
     checks: Checks<St>,
-    limits: LimitsHandle,
+    /// That of the request, since a handler may settle in a thread of its own.
+    runtime: Option<Handle>,
+    limits: Arc<Limits>,
     source: Source,
     reserved: SmallVec<[Reserved; 2]>,
     /// That of a layer further out, which the request has passed.
@@ -85,7 +88,10 @@ impl Settle {
     /// and all of them where the store failed and [`OnStoreFailure::Allow`](crate::OnStoreFailure::Allow) let the request
     /// pass. A name that is none of the layer's limits is an error in the log, once.
     ///
-    /// When the store fails, a refund is lost. Under [`OnStoreFailure::Local`](crate::OnStoreFailure::Local) a charge is
+    /// A refund comes on top of what the bucket has refilled since: where it has been full in between, up to one
+    /// reservation more passes than if nothing had been reserved. So settle soon.
+    ///
+    /// When the store fails, a refund may be lost. Under [`OnStoreFailure::Local`](crate::OnStoreFailure::Local) a charge is
     /// made in this instance's own bucket instead; a request that was admitted from there is settled there.
     pub fn actual(&self, limit: &str, cost: u64) {
         static TOLD: AtomicBool = AtomicBool::new(false);
@@ -109,7 +115,8 @@ impl Settle {
         };
         let inner = Charged {
             checks: settings.checks.clone(),
-            limits: settings.limits.clone(),
+            runtime: Handle::try_current().ok(),
+            limits: Guard::into_inner(settings.limits.now()),
             source: decision.source(),
             reserved: charges.iter().filter(is_charged).map(Reserved::new).collect(),
             outer: extensions.remove(),
@@ -151,7 +158,7 @@ impl Reserved {
 impl<St: Store> Settling for Charged<St> {
     fn actual(&self, limit: &str, cost: u64) -> bool {
         let Some(reserved) = self.reserved.iter().find(|reserved| reserved.charge.limit().as_str() == limit) else {
-            let is_known = self.limits.now().iter().any(|known| known.name() == limit);
+            let is_known = self.limits.iter().any(|known| known.name() == limit);
             return self.outer.as_ref().is_some_and(|outer| outer.inner.actual(limit, cost)) || is_known;
         };
         let is_local = self.source == Source::Local;
@@ -159,7 +166,7 @@ impl<St: Store> Settling for Charged<St> {
             if is_local {
                 self.checks.failures.charge(&charge);
             } else {
-                self.checks.settle(charge);
+                self.checks.settle(charge, self.runtime.as_ref());
             }
         }
         true
@@ -167,7 +174,7 @@ impl<St: Store> Settling for Charged<St> {
 
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut list = f.debug_list();
-        list.entries(self.limits.now().iter().map(Limit::name));
+        list.entries(self.limits.iter().map(Limit::name));
         if let Some(outer) = &self.outer {
             list.entry(outer);
         }
