@@ -267,6 +267,14 @@ pub(crate) fn quotas(random: &mut Random) -> Vec<Quota> {
     quotas
 }
 
+/// What is taken of a bucket in the common case: mostly what it has.
+fn takes(random: &mut Random, model: &Model, name: &str, quota: Quota) -> u64 {
+    match amount(random, model, name, quota) {
+        Amount::Take(tokens) if random.one_in(4) => tokens,
+        _ => random.below(2),
+    }
+}
+
 /// What is asked of a bucket: anything, with an eye on what its level just allows.
 fn amount(random: &mut Random, model: &Model, name: &str, quota: Quota) -> Amount {
     let near = model.state(&charge(name, quota, Amount::Peek)).and_then(|state| {
@@ -306,6 +314,18 @@ pub(crate) fn tick(random: &mut Random, now_us: u64) -> u64 {
 fn random_call(random: &mut Random, model: &Model, now_us: u64, quotas: &[Quota]) -> Call {
     const NAMES: [&str; 5] = ["a", "b", "c", "d", "e"];
     let mut call = Call { now_us, runs: Vec::new() };
+    // The common case of several limits: takes from different buckets, each mostly under the quota that it had.
+    if random.one_in(3) {
+        let first = random.below(NAMES.len() as u64) as usize;
+        let request = (first..first + 2 + random.below(4) as usize).map(|i| {
+            let name = NAMES[i % NAMES.len()];
+            let quota = if random.one_in(40) { *random.pick(quotas) } else { quotas[i % NAMES.len() % quotas.len()] };
+            let charge = charge(name, quota, Amount::Take(takes(random, model, name, quota)));
+            if random.one_in(40) { charge.shadow() } else { charge }
+        });
+        call.runs.push(vec![request.collect()]);
+        return call;
+    }
     let runs = if random.one_in(3) { 1 + random.below(3) } else { 1 };
     for _ in 0..runs {
         let charges = if random.one_in(2) { 1 } else { 1 + random.below(4) };
@@ -717,6 +737,96 @@ fn a_foreign_value_fails_only_the_requests_that_name_it() {
     assert_eq!(buckets.value("foreign").as_deref(), Some("hello"));
 }
 
+/// Requests of several takes have a short way of their own, of two and of more, with the same results.
+#[test]
+fn several_takes_are_made_the_same_whatever_their_buckets_hold() {
+    let mut buckets = Buckets::start();
+    let (quota, other) = (Quota::per_second(10).with_capacity(100), Quota::per_second(7).with_capacity(30));
+    let names = ["a", "b", "c", "d", "e", "f", "g", "h", "i"];
+    let take = |name: &str, quota, tokens| charge(name, quota, Amount::Take(tokens));
+    for count in 2..=names.len() {
+        for odd in 0..count {
+            // What was taken of the odd one before, how long ago, and what is asked of it then.
+            let cases = [
+                (None, 0, take(names[odd], quota, 1)),
+                (None, 0, take(names[odd], quota, 100)),
+                (None, 0, take(names[odd], quota, 101)),
+                (Some((quota, 100)), 0, take(names[odd], quota, 1)),
+                (Some((quota, 100)), 99_999, take(names[odd], quota, 1)),
+                (Some((quota, 100)), 100_000, take(names[odd], quota, 1)),
+                (Some((quota, 100)), 3_600_000_000, take(names[odd], quota, 100)),
+                (Some((quota, 100)), -1, take(names[odd], quota, 1)),
+                (Some((quota, 50)), -1_000_000, take(names[odd], quota, 50)),
+                (Some((quota, 50)), -1_000_001, take(names[odd], quota, 50)),
+                (Some((quota, 50)), -1_000_001, take(names[odd], quota, 51)),
+                (Some((other, 3)), 5, take(names[odd], quota, 27)),
+                (Some((other, 30)), 5, take(names[odd], quota, 1)),
+                (Some((quota, 90)), 0, take(names[odd], quota, 20).shadow()),
+                (Some((quota, 90)), 0, charge(names[odd], quota, Amount::Spend(20))),
+                (Some((quota, 90)), 0, charge(names[odd], quota, Amount::Give(5))),
+                (Some((quota, 90)), 0, charge(names[odd], quota, Amount::Peek)),
+                (None, 0, take(names[(odd + 1) % count], quota, 60)),
+            ];
+            for (before, later, asked) in cases {
+                for others in [40, 70] {
+                    buckets.server.query(&["FLUSHALL"]);
+                    let mut model = Model::default();
+                    let mut calls: Vec<_> =
+                        names[..count].iter().map(|name| Call::new(START_US, &[take(name, quota, 40)])).collect();
+                    calls.remove(odd);
+                    if let Some((quota, tokens)) = before {
+                        calls.push(Call::new(START_US, &[take(names[odd], quota, tokens)]));
+                    }
+                    let mut request: Vec<_> = names[..count].iter().map(|name| take(name, quota, others)).collect();
+                    request[odd] = asked.clone();
+                    calls.push(Call::new(START_US.wrapping_add_signed(later), &request));
+                    for (call, (reply, writes)) in calls.iter().zip(buckets.answers(&calls)) {
+                        if let Err(why) = compare(&mut model, call, &reply, &writes) {
+                            panic!("{why}\n{call:#?}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// None of several buckets is written where one holds something else, or a level that its quota cannot have.
+#[test]
+fn several_takes_write_nothing_where_one_is_not_a_bucket() {
+    let buckets = Buckets::start();
+    let quota = Quota::per_second(10).with_capacity(100);
+    let names = ["a", "b", "c", "d", "e", "f", "g", "h", "i"];
+    let (hello, low) = ("hello".to_owned(), "1764456789123456:100:1:100000:-9007199254740993".to_owned());
+    let (negative, text) = ("-5:100:1:100000:0".to_owned(), "1764456789123456:100:1:100000:x".to_owned());
+    for count in 2..=names.len() {
+        let charges: Vec<_> = names[..count].iter().map(|name| charge(name, quota, Amount::Take(1))).collect();
+        for odd in &names[..count] {
+            for value in [&hello, &low, &negative, &text] {
+                buckets.server.query(&["FLUSHALL"]);
+                buckets.server.query(&["SET", odd, value]);
+                let answer = buckets.acquire_now(&charges);
+                let failed = |error: &Value| matches!(error, Value::Error(error) if error.starts_with("TOKENBUCKET "));
+                match &answer {
+                    Value::Array(replies) => {
+                        assert!(replies.len() == count && replies.iter().all(failed), "{answer:?}")
+                    }
+                    Value::Error(error) => assert!(error.contains("arithmetic") && value == &text, "{answer:?}"),
+                    _ => panic!("{answer:?}"),
+                }
+                assert_eq!(buckets.server.keys(), [*odd]);
+            }
+            buckets.server.query(&["FLUSHALL"]);
+            buckets.server.query(&["LPUSH", odd, "x"]);
+            let answer = buckets.acquire_now(&charges);
+            let failed = |error: &Value| matches!(error, Value::Error(error) if error.starts_with("WRONGTYPE "));
+            let Value::Array(replies) = &answer else { panic!("{answer:?}") };
+            assert!(replies.len() == count && replies.iter().all(failed), "{answer:?}");
+            assert_eq!(buckets.server.keys(), [*odd]);
+        }
+    }
+}
+
 /// The server refuses a write in the middle of a script: as its own error, with no key left without a life.
 #[test]
 fn a_refused_write_is_the_servers_own_error() {
@@ -726,13 +836,14 @@ fn a_refused_write_is_the_servers_own_error() {
     buckets.server.query(&["CONFIG", "SET", "maxmemory", "1"]);
     let one = take(quota, 1);
     let two = [charge("b", quota, Amount::Take(1)), charge("c", quota, Amount::Take(1))];
-    for charges in [&one[..], &two[..]] {
+    let three = [&two[..], &[charge("d", quota, Amount::Take(1))]].concat();
+    for charges in [&one[..], &two[..], &three[..]] {
         let answer = buckets.acquire_now(charges);
         assert!(matches!(&answer, Value::Error(error) if error.contains("OOM command not allowed")), "{answer:?}");
     }
     buckets.server.query(&["CONFIG", "SET", "maxmemory", "0"]);
     buckets.server.query(&["REPLICAOF", "127.0.0.1", "1"]);
-    for charges in [&one[..], &two[..]] {
+    for charges in [&one[..], &two[..], &three[..]] {
         let answer = buckets.acquire_now(charges);
         assert!(matches!(&answer, Value::Error(error) if error.contains("READONLY ")), "{answer:?}");
     }
