@@ -29,8 +29,9 @@
 --         A key that does not hold a bucket is an error in place of each integer of the requests that name it, and of
 --         those only. An error that is the whole reply has written nothing.
 --
--- A request makes all of its charges or none. A denial takes nothing and writes nothing, with two exceptions: it brings
--- back a time that lies more than 1 s ahead of the clock, and extends a life that its own, slower quota needs longer.
+-- A request makes all of its charges or none. A denial takes nothing and writes nothing, with two exceptions for a charge
+-- that refuses: it brings back a time that lies more than 1 s ahead of the clock, and extends a life that its own, slower
+-- quota needs longer; not that of a full bucket, in which a larger quota may have more.
 -- A bucket is written at most once, together with its life. It is read once, or once more where several takes turn out
 -- not to be the common case. Every number is an integer below 2^53, where doubles are exact and `%d` prints all digits;
 -- a product that may be larger is only ever compared with a smaller number. src/bucket.rs computes the same with
@@ -346,7 +347,7 @@ while k <= total do
             if left then
                 if at < now then at = now end
                 buckets[slot], expiries[slot] = format('%d%s%d', at, text, left), expiry_of(at, left, most, n)
-            elseif kept and expiry > least and (kind == 'take' or kind == 'refuse') then
+            elseif kept and expiry > least and level < full and (kind == 'take' or kind == 'refuse') then
                 buckets[slot], expiries[slot] = kept, expiry
             end
         end
@@ -391,7 +392,9 @@ while k <= total do
                             else
                                 replies[k + i - 1] = 2 * level
                                 all = all and shadow
-                                if kept and expiry > least then buckets[slot], expiries[slot] = kept, expiry end
+                                if kept and expiry > least and level < full then
+                                    buckets[slot], expiries[slot] = kept, expiry
+                                end
                             end
                         else
                             failure = errors[slot]
@@ -421,7 +424,9 @@ while k <= total do
                             aheads = aheads or {}
                             aheads[place] = at - now
                         end
-                        if takes and kept then
+                        local refuses = not shadow and takes and replies[place] % 2 == 0
+                        if shadow and takes then refuses = kind == 'refuse' or level and level < ARGV[a + 1] + 0 end
+                        if refuses and kept and level < full then
                             -- An earlier charge of the request may have kept it for longer already.
                             if least >= 0 then least = expiries[slot] or least end
                             if expiry > least then buckets[slot], expiries[slot] = kept, expiry end

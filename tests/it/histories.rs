@@ -702,3 +702,19 @@ async fn cutting_and_raising_a_quota_back_and_forth_never_gains_a_token_on_eithe
     }
     assert!(allowed > 500 && gone > 2_000, "{allowed}, {gone}");
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_denied_request_under_a_smaller_slower_quota_leaves_the_siblings_of_a_larger_one_untouched() {
+    let mut three = Three::start();
+    let large = Quota::per_second(10).with_capacity(100);
+    let small = Quota::per_second(1).with_capacity(10);
+    let on = |limit: &str, quota, amount| Charge::new(name(limit), BucketKey::global(), quota, amount);
+    let empty = Quota::per_day(1);
+    three.begin("siblings".into(), vec![on("a", large, Amount::Peek), on("b", empty, Amount::Peek)]);
+    three.ask(&[on("a", large, Amount::Take(50)), on("b", empty, Amount::Take(1))]).await;
+    let before = three.ask(&[on("a", large, Amount::Peek)]).await.remaining();
+    let denied = three.ask(&[on("b", empty, Amount::Take(1)), on("a", small, Amount::Take(1))]).await;
+    assert!(!denied.is_allowed());
+    let after = three.ask(&[on("a", large, Amount::Peek)]).await.remaining();
+    assert_eq!(before, after);
+}
