@@ -809,7 +809,7 @@ fn several_takes_write_nothing_where_one_is_not_a_bucket() {
                 let failed = |error: &Value| matches!(error, Value::Error(error) if error.starts_with("TOKENBUCKET "));
                 match &answer {
                     Value::Array(replies) => {
-                        assert!(replies.len() == count && replies.iter().all(failed), "{answer:?}")
+                        assert!(replies.len() == count && replies.iter().all(failed), "{answer:?}");
                     }
                     Value::Error(error) => assert!(error.contains("arithmetic") && value == &text, "{answer:?}"),
                     _ => panic!("{answer:?}"),
