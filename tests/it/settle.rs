@@ -864,6 +864,9 @@ async fn a_settlement_that_fails_is_an_outage_in_the_log_and_one_that_succeeds_e
     assert_eq!(log.lines().len(), 1, "{}", log.text());
     store.set(GOOD);
     a.actual("all", 40);
+    assert_eq!(log.lines().len(), 1, "an answer right after a failure says nothing");
+    advance(Duration::from_secs(1)).await;
+    a.actual("all", 50);
     b.actual("all", 40);
     let lines = log.lines();
     assert_eq!(lines.len(), 2, "{lines:?}");
