@@ -40,6 +40,11 @@ pin_project! {
     /// Named by what is polled.
     #[project = StateProject]
     enum State<S, F, A, ReqBody> {
+        // A future that is never polled asks nobody.
+        Asking {
+            call: Option<(S, Request<ReqBody>)>,
+            charges: Charges,
+        },
         Acquiring {
             #[pin]
             acquire: A,
@@ -69,13 +74,8 @@ where
     S: Service<Request<ReqBody>>,
     St: Store,
 {
-    pub(crate) fn acquiring(
-        shared: Arc<Shared<St, R>>,
-        call: (S, Request<ReqBody>),
-        acquire: St::Future,
-        charges: Charges,
-    ) -> Self {
-        Self { shared, state: State::Acquiring { acquire, call: Some(call), charges, deadline: None } }
+    pub(crate) fn asking(shared: Arc<Shared<St, R>>, call: (S, Request<ReqBody>), charges: Charges) -> Self {
+        Self { shared, state: State::Asking { call: Some(call), charges } }
     }
 
     pub(crate) fn decided(shared: Arc<Shared<St, R>>, call: (S, Request<ReqBody>), verdict: Verdict) -> Self {
@@ -96,6 +96,12 @@ where
         let settings = &this.shared.settings;
         loop {
             match this.state.as_mut().project() {
+                // Asking => Acquiring
+                StateProject::Asking { call, charges } => {
+                    let acquire = settings.checks.acquire(charges);
+                    let (call, charges) = (call.take(), mem::take(charges));
+                    this.state.set(State::Acquiring { acquire, call, charges, deadline: None });
+                }
                 // Acquiring => Decided
                 StateProject::Acquiring { acquire, call, charges, deadline } => {
                     let verdict = match acquire.poll(cx) {

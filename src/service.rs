@@ -71,10 +71,7 @@ where
         let call = (inner, Request::from_parts(parts, body));
         let shared = Arc::clone(&self.shared);
         let verdict = match demand {
-            Demand::Charges(charges) => {
-                let acquire = settings.checks.acquire(&charges);
-                return ResponseFuture::acquiring(shared, call, acquire, charges);
-            }
+            Demand::Charges(charges) => return ResponseFuture::asking(shared, call, charges),
             Demand::Nothing => Verdict::of(Decision::bare(true, Source::Exempt)),
             Demand::TooDear(charges) => {
                 let decision = Decision::unasked(&charges);

@@ -22,8 +22,8 @@ pub(crate) mod redis;
 ///   made when all enforced charges pass and it has the tokens, and never refuses.
 /// - The clock is the store's own, read once a call; callers do not send a time.
 /// - A charge that is refused changes no level.
-/// - `acquire` does not block. The future does the work when it is polled, and never panics for what the other side
-///   answers: an answer that cannot be understood is an [error](Self::Error).
+/// - `acquire` does not block. It may make the charges itself, or leave that to the future, which is polled at once. It
+///   never panics for what the other side answers: an answer that cannot be understood is an [error](Self::Error).
 /// - A future that is dropped half-way may have charged or not; it never admits without a charge, and nothing is given
 ///   back.
 ///

@@ -21,6 +21,8 @@ use crate::error::ConfigError;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// For this long after a failed attempt nobody tries again, and callers get its error at once.
 const CONNECT_PAUSE: Duration = Duration::from_millis(100);
+/// After this long an attempt that has not ended is forgotten: its runtime does not run it.
+const CONNECT_MAX: Duration = Duration::from_secs(2);
 /// The kernel gives up a connection whose data nobody acknowledges for this long.
 const USER_TIMEOUT: Duration = Duration::from_secs(3);
 /// It looks after an idle connection this often: proxies and firewalls forget those that are silent.
@@ -55,7 +57,8 @@ struct Link {
     open: Option<MultiplexedConnection>,
     /// That of the last attempt: a late error of an earlier connection does not close this one.
     generation: Generation,
-    connecting: bool,
+    /// Since when an attempt is under way.
+    connecting: Option<Instant>,
     failed: Option<(Instant, RedisError)>,
 }
 
@@ -127,7 +130,8 @@ impl Shared {
     /// The open connection; or `None` while one is being made, by a task that no caller's deadline stops.
     fn look(self: &Arc<Self>) -> RedisResult<Option<Open>> {
         let mut link = self.link();
-        if link.open.is_some() || link.connecting {
+        let is_connecting = link.connecting.is_some_and(|since| since.elapsed() < CONNECT_MAX);
+        if link.open.is_some() || is_connecting {
             return Ok(link.now());
         }
         if let Some((at, error)) = &link.failed
@@ -138,14 +142,30 @@ impl Shared {
         let Ok(runtime) = Handle::try_current() else {
             return Err((ErrorKind::Client, "a tokio runtime is needed").into());
         };
-        link.connecting = true;
+        link.connecting = Some(Instant::now());
         link.generation += 1;
-        runtime.spawn(Arc::clone(self).connect(link.generation));
+        let attempt = Attempt { shared: Arc::clone(self), generation: link.generation };
+        runtime.spawn(attempt.connect());
         Ok(None)
     }
 
-    async fn connect(self: Arc<Self>, generation: Generation) {
-        let shared = Arc::downgrade(&self);
+    fn lost(&self, generation: Generation) {
+        let mut link = self.link();
+        if link.generation == generation {
+            link.open = None;
+        }
+    }
+}
+
+/// An attempt to connect. Its end is told when it is dropped: with its runtime it may end at any point.
+struct Attempt {
+    shared: Arc<Shared>,
+    generation: Generation,
+}
+
+impl Attempt {
+    async fn connect(self) {
+        let (shared, generation) = (Arc::downgrade(&self.shared), self.generation);
         let on_push = move |push: PushInfo| {
             if push.kind == PushKind::Disconnection
                 && let Some(shared) = shared.upgrade()
@@ -161,22 +181,26 @@ impl Shared {
             // Those who ask have deadlines of their own.
             .set_response_timeout(None)
             .set_push_sender(on_push);
-        let made = self.client.get_multiplexed_async_connection_with_config(&config).await;
-        let mut link = self.link();
-        link.connecting = false;
-        match made {
-            Ok(open) => (link.open, link.failed) = (Some(open), None),
-            Err(error) => link.failed = Some((Instant::now(), error)),
+        let made = self.shared.client.get_multiplexed_async_connection_with_config(&config).await;
+        let mut link = self.shared.link();
+        // It may have been forgotten, and a later one made.
+        if link.generation == generation {
+            match made {
+                Ok(open) => (link.open, link.failed) = (Some(open), None),
+                Err(error) => link.failed = Some((Instant::now(), error)),
+            }
+        }
+    }
+}
+
+impl Drop for Attempt {
+    fn drop(&mut self) {
+        let mut link = self.shared.link();
+        if link.generation == self.generation {
+            link.connecting = None;
         }
         drop(link);
-        self.ended.send_modify(|ended| *ended += 1);
-    }
-
-    fn lost(&self, generation: Generation) {
-        let mut link = self.link();
-        if link.generation == generation {
-            link.open = None;
-        }
+        self.shared.ended.send_modify(|ended| *ended += 1);
     }
 }
 
