@@ -295,7 +295,9 @@ impl Accounted {
              ARGV[3] .. ' ' .. string.format('%.0f', reply))\nreturn reply"
         );
         let client = redis::Client::open(url).unwrap();
-        let inner = client.get_multiplexed_async_connection().await.unwrap();
+        // On a busy machine an answer may take longer than redis-rs waits by itself.
+        let config = redis::AsyncConnectionConfig::new().set_response_timeout(None).set_connection_timeout(None);
+        let inner = client.get_multiplexed_async_connection_with_config(&config).await.unwrap();
         Self { inner, script: script.into() }
     }
 }
