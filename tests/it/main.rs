@@ -11,6 +11,7 @@ mod fields;
 mod histories;
 mod http_contract;
 mod identity;
+mod losses;
 mod memory;
 mod plumbing;
 mod redis_script;
