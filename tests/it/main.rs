@@ -7,6 +7,8 @@ mod log;
 mod server;
 
 mod arithmetic;
+#[cfg(target_os = "linux")]
+mod clock;
 mod fields;
 mod histories;
 mod http_contract;

@@ -27,6 +27,7 @@ const ANSWER_MAX: Duration = Duration::from_secs(30);
 pub(crate) struct Server {
     port: u16,
     args: Vec<String>,
+    env: Vec<(String, PathBuf)>,
     directory: PathBuf,
     process: Mutex<Option<Process>>,
     /// The connection of [`command`](Self::command); made when it is first needed.
@@ -40,12 +41,13 @@ struct Process {
 }
 
 impl Process {
-    fn spawn(port: u16, directory: &Path, args: &[String]) -> Self {
+    fn spawn(port: u16, directory: &Path, args: &[String], env: &[(String, PathBuf)]) -> Self {
         let server = Command::new(binary())
             .args(["--port", &port.to_string(), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"])
             .args(["--logfile", "log", "--dir"])
             .arg(directory)
             .args(args)
+            .envs(env.iter().map(|(name, value)| (name, value)))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
@@ -92,6 +94,16 @@ impl Server {
     /// When there is no server to start, or it does not start with these arguments; the text has its log.
     #[must_use]
     pub(crate) fn start_with(args: &[&str]) -> Self {
+        Self::start_with_env(args, &[])
+    }
+
+    /// Starts a server, as [`start_with`](Self::start_with) does, with more environment variables whose values are paths.
+    ///
+    /// # Panics
+    ///
+    /// As [`start_with`](Self::start_with) does.
+    #[must_use]
+    pub(crate) fn start_with_env(args: &[&str], env: &[(&str, &Path)]) -> Self {
         static STARTED: AtomicU32 = AtomicU32::new(0);
         let args: Vec<_> = args.iter().map(|arg| (*arg).to_owned()).collect();
         let number = STARTED.fetch_add(1, Ordering::Relaxed);
@@ -104,6 +116,7 @@ impl Server {
             let server = Self {
                 port: free_port(),
                 args: args.clone(),
+                env: env.iter().map(|(name, path)| ((*name).to_owned(), path.to_path_buf())).collect(),
                 directory: directory.clone(),
                 process: Mutex::new(None),
                 connection: Mutex::new(None),
@@ -120,7 +133,7 @@ impl Server {
 
     /// Spawns the process and waits until it answers on the port, or says why it does not.
     fn launch(&self) -> Result<(), String> {
-        let mut process = Process::spawn(self.port, &self.directory, &self.args);
+        let mut process = Process::spawn(self.port, &self.directory, &self.args, &self.env);
         let started = Instant::now();
         loop {
             if let Ok(Some(status)) = process.server.try_wait() {
