@@ -9,6 +9,7 @@ mod server;
 mod arithmetic;
 #[cfg(target_os = "linux")]
 mod clock;
+mod dropped;
 mod fields;
 mod histories;
 mod http_contract;
