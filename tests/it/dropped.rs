@@ -502,3 +502,13 @@ fn checks_that_end_with_their_runtime_do_no_harm() {
         second.block_on(allowed(&store));
     }
 }
+
+/// One that is still there, and does nothing: its connection is taken for dead after 5 s of silence.
+#[test]
+fn a_store_whose_runtime_stands_still_heals_in_another() {
+    let server = Server::start();
+    let first = runtime();
+    let store = first.block_on(known(&server));
+    heals(&runtime(), &store);
+    drop(first);
+}
