@@ -512,3 +512,27 @@ fn a_store_whose_runtime_stands_still_heals_in_another() {
     heals(&runtime(), &store);
     drop(first);
 }
+
+/// The task that connects ends with its runtime, and has to leave room for another.
+#[test]
+fn a_store_whose_runtime_ends_while_it_connects_connects_in_another() {
+    let server = Server::start();
+    server.freeze();
+    let first = runtime();
+    let store = first.block_on(connect(&server));
+    drop(first);
+    server.thaw();
+    heals(&runtime(), &store);
+}
+
+/// The same where the runtime is still there, and does nothing.
+#[test]
+fn a_store_whose_runtime_stands_still_while_it_connects_connects_in_another() {
+    let server = Server::start();
+    server.freeze();
+    let first = runtime();
+    let store = first.block_on(connect(&server));
+    server.thaw();
+    heals(&runtime(), &store);
+    drop(first);
+}
