@@ -18,6 +18,7 @@ use tokio::time::{Instant, sleep};
 use tower_token_bucket::conformance::Model;
 use tower_token_bucket::{Amount, BucketKey, Charge, Decision, LimitName, Quota, RedisStore, Store as _, redis};
 
+use crate::losses::{info, until, until_replicated};
 use crate::server::{Server, Value};
 
 const SCRIPT: &str = include_str!("../../lua/token_bucket.lua");
@@ -197,6 +198,31 @@ async fn a_step_of_half_a_second_gives_nothing_and_every_promise_is_kept() {
         assert!(clocked.life_ms().unwrap() <= 2000);
         sleep(wait.saturating_sub(asked.elapsed())).await;
         assert!(ask(&store, quota, 10).await.is_allowed(), "after {wait:?}");
+    }
+}
+
+/// A failover to a machine with another clock is a step: forward it gives at most one capacity, back it gives nothing.
+#[tokio::test]
+async fn a_promoted_replica_whose_clock_is_wrong_is_a_step_of_the_clock() {
+    // Ten tokens, all back after 600 s.
+    let quota = Quota::new(10, Duration::from_secs(600));
+    for (ahead_us, given) in [(HOUR, 10), (120_000_000, 2), (0, 0), (-120_000_000, 0), (-HOUR, 0)] {
+        let primary = Server::start_with(&["--repl-diskless-sync-delay", "0"]);
+        let replica = Clocked::start();
+        replica.step_to(ahead_us);
+        replica.server.query(&["REPLICAOF", "127.0.0.1", &primary.port().to_string()]);
+        until("the replica follows", || info(&replica.server, "master_link_status:") == "up").await;
+        let store = RedisStore::connect(&primary.url()).await.unwrap();
+        assert_eq!(admitted(&store, quota, 15).await, 10);
+        until_replicated(&primary, &replica.server).await;
+        primary.kill();
+        replica.server.query(&["REPLICAOF", "NO", "ONE"]);
+        let store = RedisStore::connect(&replica.server.url()).await.unwrap();
+        assert_eq!(admitted(&store, quota, 30).await, given, "{ahead_us}");
+        // Nobody waits longer than an empty bucket needs, and a second; and the key has an end.
+        let wait = ask(&store, quota, 10).await.retry_after().unwrap();
+        assert!(wait <= 601 * SECOND, "{wait:?}");
+        assert!(replica.life_ms().unwrap() <= 601_000);
     }
 }
 

@@ -44,7 +44,7 @@ pub(crate) fn charged(server: &Server, limit: &str, quota: Quota) -> u64 {
 }
 
 /// Waits until something is so.
-async fn until(what: &str, mut is: impl FnMut() -> bool) {
+pub(crate) async fn until(what: &str, mut is: impl FnMut() -> bool) {
     let started = Instant::now();
     while !is() {
         assert!(started.elapsed() < LONG, "not within {LONG:?}: {what}");
@@ -335,7 +335,15 @@ async fn replicated() -> (Server, Server) {
     (primary, replica)
 }
 
-fn info(server: &Server, field: &str) -> String {
+/// Waits until a replica has all that its primary has.
+pub(crate) async fn until_replicated(primary: &Server, replica: &Server) {
+    let offset = |server, field| info(server, field).parse::<u64>().unwrap();
+    let all = offset(primary, "master_repl_offset:");
+    until("the replica has all of it", || offset(replica, "slave_repl_offset:") >= all).await;
+}
+
+/// A field of what a server says of its replication.
+pub(crate) fn info(server: &Server, field: &str) -> String {
     let info = server.query(&["INFO", "replication"]);
     let line = info.text().unwrap().lines().find_map(|line| line.strip_prefix(field));
     line.unwrap_or_default().to_owned()
@@ -368,8 +376,7 @@ async fn a_promoted_replica_that_has_every_charge_gives_nothing() {
     traffic.until_drained().await;
     // What a planned failover does: writes wait, the replica catches up, and takes over.
     primary.query(&["CLIENT", "PAUSE", "60000", "WRITE"]);
-    let offset = info(&primary, "master_repl_offset:");
-    until("the replica has all of it", || info(&replica, "slave_repl_offset:") >= offset).await;
+    until_replicated(&primary, &replica).await;
     replica.query(&["REPLICAOF", "NO", "ONE"]);
     way.lead_to(replica.port());
     primary.kill();
