@@ -537,11 +537,10 @@ fn a_store_whose_runtime_stands_still_while_it_connects_connects_in_another() {
     drop(first);
 }
 
-/// "The future does the work when it is polled."
+/// A response that nobody polls asks nobody.
 #[tokio::test]
-async fn in_memory_a_check_that_is_never_polled_takes_nothing() {
+async fn in_memory_a_request_whose_response_is_never_polled_takes_nothing() {
     let store = MemoryStore::new();
-    drop(store.acquire(&take(1)));
     let mut service = layer(store.clone()).layer(one_at_a_time(&Arc::new(Semaphore::new(1))));
     drop(service.ready().await.unwrap().call(ask()));
     assert_eq!(store.acquire(&take(1)).await.unwrap().remaining(), Some(20_000 - 1));

@@ -13,7 +13,7 @@ use redis::{
 };
 use tokio::runtime::Handle;
 use tokio::sync::watch;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 
 use crate::error::ConfigError;
 
@@ -99,8 +99,8 @@ impl Connection {
             if let Some(open) = self.shared.look()? {
                 return Ok(open);
             }
-            // The sender is part of `self`.
-            let _ = ended.changed().await;
+            // The sender is part of `self`. An attempt that nobody runs does not end.
+            let _ = timeout(CONNECT_MAX, ended.changed()).await;
         }
     }
 
