@@ -99,13 +99,22 @@ fn parse(file: &str, text: &str) -> Result<Config, String> {
     Ok(config)
 }
 
+/// A file's text. What is no file, such as a pipe, could keep its reader waiting.
 async fn read(file: &str) -> Result<String, String> {
-    tokio::fs::read_to_string(file).await.map_err(|error| format!("{file}: {error}"))
+    const BYTES_MAX: u64 = 1 << 20;
+    let wrong = |error| format!("{file}: {error}");
+    let about = tokio::fs::metadata(file).await.map_err(wrong)?;
+    if !about.is_file() || about.len() > BYTES_MAX {
+        return Err(format!("{file}: not a file of at most {BYTES_MAX} bytes"));
+    }
+    tokio::fs::read_to_string(file).await.map_err(wrong)
 }
 
 /// What to serve, and where.
 async fn start() -> Result<(SocketAddr, Router), String> {
     let arguments = arguments(std::env::args().skip(1))?;
+    // First, so that the signal ends nothing.
+    let hangups = hangups().map_err(|error| format!("SIGHUP: {error}"))?;
     let (file, text) = match &arguments.file {
         Some(file) => (file.as_str(), read(file).await?),
         None => ("examples/api.toml", include_str!("api.toml").to_owned()),
@@ -119,7 +128,6 @@ async fn start() -> Result<(SocketAddr, Router), String> {
     };
     let (app, limits) = api.await.map_err(|error| format!("{file}: {error}"))?;
     if let Some(file) = arguments.file {
-        let hangups = hangups().map_err(|error| format!("SIGHUP: {error}"))?;
         tokio::spawn(reload(file, text, limits, hangups));
     }
     Ok((arguments.listen.or(config.listen()).unwrap_or(SocketAddr::from(([127, 0, 0, 1], 3000))), app))
@@ -132,7 +140,8 @@ fn limited<St: Store>(layer: TokenBucketLayer<St>) -> (Router, LimitsHandle) {
 }
 
 /// Applies the limits of the file again after a SIGHUP, and when a look at it, once a second, shows another text. A file
-/// that cannot be used changes nothing. Its other settings count at the next start.
+/// that cannot be used changes nothing. Its other settings count at the next start. Write a file beside it and rename that:
+/// half of a file may be a file that can be used.
 async fn reload(file: String, text: String, limits: LimitsHandle, hangups: Arc<Notify>) {
     let mut seen = Ok(text);
     let mut look = tokio::time::interval(Duration::from_secs(1));
@@ -150,7 +159,9 @@ async fn reload(file: String, text: String, limits: LimitsHandle, hangups: Arc<N
             limits.replace(new).map_err(|error| format!("{file}: {error}"))
         };
         match now.as_ref().map_err(Clone::clone).and_then(replace) {
-            Ok(()) => tracing::info!("{file}: the limits are now {limits:?}"),
+            Ok(()) => {
+                tracing::info!("{file}: the limits are now {limits:?}; its other settings count at the next start");
+            }
             Err(error) => tracing::error!("the limits stay as they are: {error}"),
         }
         seen = now;
@@ -176,7 +187,7 @@ fn hangups() -> std::io::Result<Arc<Notify>> {
 /// The line and the setting that an error is about. Nothing else of the line is shown, nor a value that looks like a URL:
 /// there may be a credential in it.
 fn place_and_reason(text: &str, error: &toml::de::Error) -> String {
-    const SETTINGS: [&str; 26] = [
+    const SETTINGS: [&str; 27] = [
         "listen",
         "headers",
         "store",
@@ -203,6 +214,7 @@ fn place_and_reason(text: &str, error: &toml::de::Error) -> String {
         "per",
         "default_cost",
         "shadow",
+        "costs",
     ];
     let start = error.span().map_or(0, |span| span.start);
     let before = text.get(..start).unwrap_or_default();

@@ -129,6 +129,11 @@ impl Charge {
         Self { shadow, on_store_failure, ..Self::new(limit, key, quota, amount) }
     }
 
+    pub(crate) fn with_quota(mut self, quota: Quota) -> Self {
+        self.quota = quota;
+        self
+    }
+
     pub(crate) fn with_on_store_failure(mut self, policy: Option<OnStoreFailure>) -> Self {
         self.on_store_failure = policy;
         self

@@ -170,7 +170,7 @@ impl Config {
 
 /// Where buckets live, and what happens when that fails.
 #[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "a table of settings of the store")]
 #[cfg_attr(not(feature = "redis"), expect(dead_code, reason = "only the Redis store reads all of it"))]
 struct StoreConfig {
     redis: Option<Secret>,
@@ -179,7 +179,7 @@ struct StoreConfig {
     master: Option<IgnoredAny>,
     deadline: Option<String>,
     on_failure: Option<OnFailure>,
-    share: Option<u32>,
+    share: Option<Number>,
     prefix: Option<String>,
     secret: Option<Secret>,
 }
@@ -207,7 +207,10 @@ impl StoreConfig {
         }
         #[cfg(feature = "redis")]
         self.unconnected()?;
-        layer.try_share(self.share.unwrap_or(1)).map_err(|error| setting("share", error))
+        let share = self.share.map_or(1, |share| share.0);
+        let share = u32::try_from(share)
+            .map_err(|_| setting("share", format_args!("{share} is not allowed: 1 to 4294967295 are")))?;
+        layer.try_share(share).map_err(|error| setting("share", error))
     }
 
     #[cfg(feature = "redis")]
@@ -244,11 +247,11 @@ enum Headers {
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "a table of settings of the client's address")]
 struct ClientIpConfig {
     header: Option<ForwardedHeader>,
     trusted_proxies: Option<Vec<String>>,
-    ipv6_prefix: Option<u8>,
+    ipv6_prefix: Option<Number>,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize)]
@@ -286,7 +289,10 @@ impl ClientIpConfig {
             }
         };
         match self.ipv6_prefix {
-            Some(bits) => client_ip.try_ipv6_prefix(bits).map_err(|error| setting("client_ip.ipv6_prefix", error)),
+            // What is too large is so whatever its type.
+            Some(bits) => client_ip
+                .try_ipv6_prefix(u8::try_from(bits.0).unwrap_or(u8::MAX))
+                .map_err(|error| setting("client_ip.ipv6_prefix", error)),
             None => Ok(client_ip),
         }
     }
@@ -294,20 +300,20 @@ impl ClientIpConfig {
 
 /// One limit of a configuration file.
 #[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "a table of settings of a limit")]
 pub struct LimitConfig {
     name: String,
     key: KeyBy,
     api_key_header: Option<String>,
     api_keys: Option<Secrets>,
-    capacity: Tokens,
-    refill: Tokens,
+    capacity: Number,
+    refill: Number,
     per: String,
-    default_cost: Option<Tokens>,
+    default_cost: Option<Number>,
     #[serde(default)]
     shadow: bool,
     #[serde(default)]
-    costs: BTreeMap<String, Tokens>,
+    costs: BTreeMap<String, Number>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
@@ -339,7 +345,11 @@ impl LimitConfig {
             costs = costs.try_route(route, cost.0).map_err(|error| setting("costs", error))?;
         }
         let limit = Limit::try_new(&self.name, quota).map_err(|error| setting("name", error))?;
-        let limit = limit.try_cost(costs).map_err(|error| setting("costs", error))?;
+        let of_costs = |error| match &error {
+            ConfigError::CostAboveCapacity { entry, .. } if !entry.starts_with('"') => setting("default_cost", error),
+            _ => setting("costs", error),
+        };
+        let limit = limit.try_cost(costs).map_err(of_costs)?;
         let limit = match self.key {
             KeyBy::Global => limit.key_by(self.no_api_key(Global)?),
             KeyBy::Address => limit.key_by(self.no_api_key(client_ip.clone())?),
@@ -410,27 +420,31 @@ impl fmt::Debug for Secrets {
     }
 }
 
-/// A whole number of tokens.
+/// A whole number. A value that is none is not shown where it is a text: a misplaced setting may be a credential.
 #[derive(Clone, Copy, Debug)]
-struct Tokens(u64);
+struct Number(u64);
 
-impl<'de> Deserialize<'de> for Tokens {
+impl<'de> Deserialize<'de> for Number {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Whole;
 
         impl Visitor<'_> for Whole {
-            type Value = Tokens;
+            type Value = Number;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a whole number of tokens, 0 or more")
+                f.write_str("a whole number, 0 or more")
             }
 
-            fn visit_u64<E: de::Error>(self, number: u64) -> Result<Tokens, E> {
-                Ok(Tokens(number))
+            fn visit_u64<E: de::Error>(self, number: u64) -> Result<Number, E> {
+                Ok(Number(number))
             }
 
-            fn visit_i64<E: de::Error>(self, number: i64) -> Result<Tokens, E> {
-                u64::try_from(number).map(Tokens).map_err(|_| E::invalid_value(de::Unexpected::Signed(number), &self))
+            fn visit_str<E: de::Error>(self, _: &str) -> Result<Number, E> {
+                Err(E::invalid_type(de::Unexpected::Other("a text"), &self))
+            }
+
+            fn visit_i64<E: de::Error>(self, number: i64) -> Result<Number, E> {
+                u64::try_from(number).map(Number).map_err(|_| E::invalid_value(de::Unexpected::Signed(number), &self))
             }
         }
 
@@ -442,7 +456,7 @@ impl<'de> Deserialize<'de> for Tokens {
 fn duration(text: &str) -> Result<Duration, String> {
     let digits = text.bytes().take_while(u8::is_ascii_digit).count();
     let (number, unit) = text.split_at(digits);
-    let micros = match unit.trim_start() {
+    let micros = match unit.trim_start_matches(' ') {
         "us" => 1,
         "ms" => 1_000,
         "s" => 1_000_000,
@@ -498,8 +512,8 @@ mod tests {
             ("capacity = 0", ["limits[0].capacity", "capacity is 0", "1 to 2147483648"]),
             ("capacity = 4294967296", ["limits[0].capacity", "too large", "nearest"]),
             ("capacity = -1", ["capacity = -1", "`-1`", "0 or more"]),
-            ("capacity = 1.5", ["capacity = 1.5", "floating point", "a whole number of tokens"]),
-            ("refill = nan", ["refill = nan", "floating point", "a whole number of tokens"]),
+            ("capacity = 1.5", ["capacity = 1.5", "floating point", "a whole number"]),
+            ("refill = nan", ["refill = nan", "floating point", "a whole number"]),
             ("refill = 0", ["limits[0].refill", "refill is 0", "1 to 1099511627776"]),
             ("per = \"soon\"", ["limits[0].per", "\"soon\"", "us, ms, s, m, h or d"]),
             ("per = \"0s\"", ["limits[0].per", "\"0s\"", "from 1"]),
@@ -510,8 +524,9 @@ mod tests {
             ("key = \"api-key\"", ["limits[0].api_keys", "there is none", "at least one"]),
             ("api_keys = [\"x\"]", ["limits[0].api_keys", "allowed only where", "api-key"]),
             ("api_key_header = \"x\"", ["limits[0].api_key_header", "allowed only where", "api-key"]),
+            ("capacity = \"canary\"", ["capacity = ", "a text", "a whole number"]),
             ("capcity = 3", ["capcity", "unknown field", "`capacity`"]),
-            ("default_cost = 6", ["limits[0].costs", "the default cost", "above the capacity 5"]),
+            ("default_cost = 6", ["limits[0].default_cost", "the default cost", "above the capacity 5"]),
             ("costs = { \"FETCH\" = 1 }", ["limits[0].costs", "\"FETCH\"", "allowed are GET"]),
             ("costs = { \"GET /x\" = 6 }", ["limits[0].costs", "\"GET /x\"", "above the capacity 5"]),
             ("costs = { \"GET /x\" = 1, \"GET  /x\" = 2 }", ["limits[0].costs", "\"GET  /x\"", "one space"]),

@@ -1,5 +1,6 @@
 //! The store's answer, and what follows from it.
 
+use std::fmt;
 use std::time::Duration;
 
 use smallvec::SmallVec;
@@ -220,7 +221,7 @@ impl Decision {
 }
 
 /// What one limit says of a request.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Outcome {
     limit: LimitName,
     quota: Quota,
@@ -332,5 +333,19 @@ impl Outcome {
             return Duration::ZERO;
         }
         Duration::from_micros(reply.ahead_us() + missing.div_ceil(self.quota.tokens()))
+    }
+}
+
+impl fmt::Debug for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Outcome")
+            .field("limit", &self.limit)
+            .field("cost", &self.cost)
+            .field("shadow", &self.shadow)
+            .field("allowed", &self.is_allowed())
+            .field("remaining", &self.remaining())
+            .field("retry_after", &self.retry_after())
+            .field("reset_after", &self.reset_after())
+            .finish_non_exhaustive()
     }
 }

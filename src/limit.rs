@@ -109,7 +109,8 @@ impl Limit {
     }
 
     /// Chooses the quota of each request: plans such as free and pro. `None` is the limit's own quota, never
-    /// unlimited; a request without a limit is one that [costs](Self::cost) 0.
+    /// unlimited; a request without a limit is one that [costs](Self::cost) 0. It is only asked for requests that have a
+    /// key.
     ///
     /// Buckets keep their tokens when a plan changes: a smaller capacity clamps, and the time since the bucket's last
     /// use is earned at the rate of whoever asks.
@@ -164,13 +165,14 @@ impl Limit {
         if cost == 0 {
             return Ok(None);
         }
-        let quota = self.quota_by.as_ref().and_then(|quota_by| quota_by(parts)).unwrap_or(self.quota);
         let key = match self.key.extract(parts) {
             Ok(key) => key,
             // A limit that never refuses does not refuse for want of a key either; the operator hears of a missing peer.
             Err(why) if self.shadow && why != NoKey::Peer => return Ok(None),
             Err(why) => return Err(why),
         };
+        // Only now: a plan may be looked up by what the key stands for.
+        let quota = self.quota_by.as_ref().and_then(|quota_by| quota_by(parts)).unwrap_or(self.quota);
         let charge = Charge::new(self.name.clone(), key, quota, Amount::Take(cost));
         let charge = charge.with_on_store_failure(self.on_store_failure);
         Ok(Some(if self.shadow { charge.shadow() } else { charge }))
@@ -227,6 +229,10 @@ impl Limits {
     pub(crate) fn replaced(&self, limits: impl IntoIterator<Item = Limit>) -> Result<Self, ConfigError> {
         let told = Arc::clone(&self.told);
         Ok(Self { told, ..Self::try_new(limits)? })
+    }
+
+    pub(crate) fn get(&self, name: &str) -> Option<&Limit> {
+        self.iter().find(|limit| limit.name() == name)
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Limit> {

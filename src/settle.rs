@@ -4,7 +4,6 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use arc_swap::Guard;
 use http::Extensions;
 use smallvec::SmallVec;
 use tokio::runtime::Handle;
@@ -14,6 +13,7 @@ use crate::checks::Checks;
 use crate::decision::{Decision, Outcome, Source};
 use crate::limit::{Limit, Limits};
 use crate::log;
+use crate::reload::LimitsHandle;
 use crate::settings::Settings;
 use crate::store::Store;
 
@@ -22,7 +22,8 @@ use crate::store::Store;
 /// It is in the extensions of every request that reaches the inner service when
 /// [`TokenBucketLayer::settle`](crate::TokenBucketLayer::settle) asks for it; clones are for the same request. The
 /// layer's cost is then an estimate that is reserved before the request runs. A request that never settles has simply
-/// spent it: after a panic nothing is owed and nothing comes back.
+/// spent it: after a panic nothing is owed and nothing comes back. Where a request passes several layers, one value
+/// settles the limits of all of them; of two with the same name, the inner one's.
 ///
 /// # Example
 ///
@@ -58,7 +59,7 @@ struct Charged<St> {
     checks: Checks<St>,
     /// That of the request, since a handler may settle in a thread of its own.
     runtime: Option<Handle>,
-    limits: Arc<Limits>,
+    limits: LimitsHandle,
     source: Source,
     reserved: SmallVec<[Reserved; 2]>,
     /// That of a layer further out, which the request has passed.
@@ -67,6 +68,8 @@ struct Charged<St> {
 
 struct Reserved {
     charge: Charge,
+    /// The quota is the limit's own, and no plan's.
+    is_own: bool,
     cost: Mutex<Cost>,
 }
 
@@ -87,6 +90,8 @@ impl Settle {
     /// A limit that charged nothing has nothing to be settled: one that cost 0, one in shadow that would have refused,
     /// and all of them where the store failed and [`OnStoreFailure::Allow`](crate::OnStoreFailure::Allow) let the request
     /// pass. A name that is none of the layer's limits is an error in the log, once.
+    ///
+    /// It is charged under the quota that the limit has by then, or the request's plan.
     ///
     /// A refund comes on top of what the bucket has refilled since: where it has been full in between, up to one
     /// reservation more passes than if nothing had been reserved. So settle soon.
@@ -113,12 +118,13 @@ impl Settle {
             let of = |outcome: &&Outcome| outcome.limit() == charge.limit().as_str();
             decision.outcomes().iter().find(of).is_some_and(Outcome::is_allowed)
         };
+        let limits = settings.limits.now();
         let inner = Charged {
             checks: settings.checks.clone(),
             runtime: Handle::try_current().ok(),
-            limits: Guard::into_inner(settings.limits.now()),
+            limits: settings.limits.clone(),
             source: decision.source(),
-            reserved: charges.iter().filter(is_charged).map(Reserved::new).collect(),
+            reserved: charges.iter().filter(is_charged).map(|charge| Reserved::new(charge, &limits)).collect(),
             outer: extensions.remove(),
         };
         extensions.insert(Self { inner: Arc::new(inner) });
@@ -132,12 +138,19 @@ impl fmt::Debug for Settle {
 }
 
 impl Reserved {
-    fn new(charge: &Charge) -> Self {
-        Self { cost: Mutex::new(Cost { tokens: charge.cost(), settled: false }), charge: charge.clone() }
+    fn new(charge: &Charge, limits: &Limits) -> Self {
+        let limit = limits.get(charge.limit().as_str());
+        Self {
+            cost: Mutex::new(Cost { tokens: charge.cost(), settled: false }),
+            is_own: limit.is_some_and(|limit| limit.quota() == charge.quota()),
+            charge: charge.clone(),
+        }
     }
 
     /// What turns the cost so far into `cost`: nothing where it is the same, or lower for a second time.
-    fn difference(&self, cost: u64, shared_by: u32) -> Option<Charge> {
+    ///
+    /// `limit` is the same limit as it is by now: a capacity that has been raised meanwhile is not clamped by the old one.
+    fn difference(&self, cost: u64, shared_by: u32, limit: Option<&Limit>) -> Option<Charge> {
         // Nothing under this lock can leave it half done.
         let mut now = self.cost.lock().unwrap_or_else(PoisonError::into_inner);
         if now.settled && cost <= now.tokens {
@@ -151,18 +164,20 @@ impl Reserved {
             Some(more) => Amount::Spend(more),
             None => Amount::Give(before - after),
         };
-        Some(of_share(cost).with(amount))
+        let quota = limit.filter(|_| self.is_own).map_or(self.charge.quota(), Limit::quota);
+        Some(self.charge.with(amount).with_quota(quota).share(shared_by))
     }
 }
 
 impl<St: Store> Settling for Charged<St> {
     fn actual(&self, limit: &str, cost: u64) -> bool {
         let Some(reserved) = self.reserved.iter().find(|reserved| reserved.charge.limit().as_str() == limit) else {
-            let is_known = self.limits.iter().any(|known| known.name() == limit);
+            let is_known = self.limits.now().get(limit).is_some();
             return self.outer.as_ref().is_some_and(|outer| outer.inner.actual(limit, cost)) || is_known;
         };
         let is_local = self.source == Source::Local;
-        if let Some(charge) = reserved.difference(cost, if is_local { self.checks.share } else { 1 }) {
+        let shared_by = if is_local { self.checks.share } else { 1 };
+        if let Some(charge) = reserved.difference(cost, shared_by, self.limits.now().get(limit)) {
             if is_local {
                 self.checks.failures.charge(&charge);
             } else {
@@ -174,7 +189,7 @@ impl<St: Store> Settling for Charged<St> {
 
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut list = f.debug_list();
-        list.entries(self.limits.iter().map(Limit::name));
+        list.entries(self.limits.now().iter().map(Limit::name));
         if let Some(outer) = &self.outer {
             list.entry(outer);
         }
