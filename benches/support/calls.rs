@@ -128,7 +128,11 @@ pub(crate) fn says(answer: &Value, denied: bool) -> bool {
                 == (first.int() == Some(0) || first.text() == Some("false") || first.int().is_some_and(|i| i & 1 == 0))
         }
         Value::Array(values) => values.iter().all(|value| says(value, denied)),
-        Value::Nil | Value::Status(_) | Value::Error(_) | Value::Text(_) => false,
+        // Two charges.
+        Value::Text(text) => {
+            text.split(' ').all(|reply| reply.parse().is_ok_and(|reply| says(&Value::Int(reply), denied)))
+        }
+        Value::Nil | Value::Status(_) | Value::Error(_) => false,
     }
 }
 

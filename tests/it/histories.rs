@@ -75,6 +75,7 @@ fn integers(value: &Value) -> redis::Value {
     match value {
         Value::Int(int) => redis::Value::Int(*int),
         Value::Array(values) => redis::Value::Array(values.iter().map(integers).collect()),
+        Value::Text(text) => redis::Value::BulkString(text.clone().into_bytes()),
         other => panic!("not a reply: {other:?}"),
     }
 }

@@ -111,6 +111,7 @@ fn replies(value: &Value, charges: usize) -> Vec<Reply> {
     let integers: Vec<i64> = match value {
         Value::Int(reply) => vec![*reply],
         Value::Array(replies) => replies.iter().map(|reply| reply.int().expect("integers only")).collect(),
+        Value::Text(replies) => replies.split(' ').map(|reply| reply.parse().expect("integers only")).collect(),
         other => panic!("not a reply: {other:?}"),
     };
     assert!(integers.len() == charges || integers.len() == 2 * charges, "{charges} charges, {integers:?}");
@@ -891,7 +892,7 @@ fn the_script_needs_few_rights() {
         answer(&args)
     };
     assert!(matches!(call(&["mine"]), Value::Int(_)));
-    assert!(matches!(call(&["mine", "mine2"]), Value::Array(_)));
+    assert!(matches!(call(&["mine", "mine2"]), Value::Text(_)));
     assert!(matches!(call(&["another"]), Value::Error(error) if error.starts_with("NOPERM")));
     assert_eq!(buckets.server.keys(), ["tb:v1:{global}:mine", "tb:v1:{global}:mine2"]);
 }

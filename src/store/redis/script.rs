@@ -106,20 +106,30 @@ impl fmt::Debug for Script {
 
 /// The decision that an answer gives: `None` for any that the script does not give.
 pub(super) fn decision(charges: &[Charge], answer: &Value) -> Option<Decision> {
-    let numbers = match answer {
-        Value::Int(_) => std::slice::from_ref(answer),
-        Value::Array(numbers) => numbers,
+    let mut numbers: SmallVec<[i64; 4]> = SmallVec::new();
+    match answer {
+        Value::Int(number) => numbers.push(*number),
+        Value::Array(values) => {
+            for value in values {
+                let Value::Int(number) = value else { return None };
+                numbers.push(*number);
+            }
+        }
+        Value::BulkString(text) if charges.len() == 2 => {
+            for number in std::str::from_utf8(text).ok()?.split(' ') {
+                numbers.push(number.parse().ok()?);
+            }
+        }
         _ => return None,
-    };
+    }
     let ahead = if numbers.len() == charges.len() { &[] } else { numbers.get(charges.len()..)? };
     if !ahead.is_empty() && ahead.len() != charges.len() {
         return None;
     }
     let mut replies: SmallVec<[Reply; 2]> = SmallVec::new();
     for (i, charge) in charges.iter().enumerate() {
-        let number = integer(&numbers[i])?;
-        let (level, allowed) = (number.div_euclid(2), number.rem_euclid(2) == 1);
-        let ahead_us = ahead.get(i).map_or(Some(0), |ahead| u64::try_from(integer(ahead)?).ok())?;
+        let (level, allowed) = (numbers[i].div_euclid(2), numbers[i].rem_euclid(2) == 1);
+        let ahead_us = ahead.get(i).map_or(Some(0), |ahead| u64::try_from(*ahead).ok())?;
         let full = charge.quota().full();
         if !(-full..=full).contains(&level) {
             return None;
@@ -127,11 +137,4 @@ pub(super) fn decision(charges: &[Charge], answer: &Value) -> Option<Decision> {
         replies.push(Reply::new(level, allowed, ahead_us));
     }
     Decision::new(charges, &replies)
-}
-
-fn integer(value: &Value) -> Option<i64> {
-    match value {
-        Value::Int(number) => Some(*number),
-        _ => None,
-    }
 }
