@@ -1,7 +1,7 @@
 //! What this thread logs.
 
 use std::io;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Once};
 
 use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::fmt::MakeWriter;
@@ -24,6 +24,12 @@ impl Log {
     }
 
     fn of(level: LevelFilter, spans: FmtSpan) -> (Self, impl Drop) {
+        // While there is one subscriber only, `tracing` asks the thread that first comes to a line whether anybody wants
+        // it, and that thread may be another test's, which wants nothing. This second one wants nothing either.
+        static SECOND: Once = Once::new();
+        SECOND.call_once(|| {
+            let _ = tracing_subscriber::fmt().with_max_level(LevelFilter::OFF).finish().try_init();
+        });
         let log = Self::default();
         let subscriber = tracing_subscriber::fmt()
             .with_max_level(level)
