@@ -3,6 +3,8 @@
 
 #[path = "../support/log.rs"]
 mod log;
+#[path = "../support/proxy.rs"]
+mod proxy;
 #[path = "../support/server.rs"]
 mod server;
 
@@ -10,6 +12,7 @@ mod arithmetic;
 #[cfg(target_os = "linux")]
 mod clock;
 mod dropped;
+mod faults;
 mod fields;
 mod histories;
 mod http_contract;

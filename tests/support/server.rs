@@ -445,7 +445,7 @@ pub(crate) fn binary() -> PathBuf {
 }
 
 /// A port that is free, with its cluster bus port, at this moment.
-fn free_port() -> u16 {
+pub(crate) fn free_port() -> u16 {
     let binds = |port: u16| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok();
     loop {
         let random = RandomState::new().hash_one(std::process::id());
