@@ -1337,3 +1337,29 @@ async fn in_time_while_the_server_only_reads() {
     let replica = async |scene: &Scene| drop(scene.server.query(&["REPLICAOF", "127.0.0.1", "1"]));
     check_times("read-only", replica, async |scene| drop(scene.server.query(&["REPLICAOF", "NO", "ONE"]))).await;
 }
+
+// Faults of the product that were found here.
+
+/// Servers quote commands that they do not know, with their arguments: a Redis whose HELLO was renamed quotes the
+/// password, one without EVALSHA quotes the bucket's key.
+#[tokio::test]
+async fn a_command_that_the_server_quotes_is_not_shown() {
+    for command in ["HELLO", "EVALSHA"] {
+        let server = with_password(&["--rename-command", command, ""]);
+        let (log, _guard) = Log::capture();
+        let store = RedisStore::connect(&server.url()).await.unwrap();
+        let mut guarded = Guarded::on(store.clone(), Deny);
+        for _ in 0..10 {
+            assert_eq!(guarded.ask().await, None);
+        }
+        guarded.check_kinds(&[Configuration]);
+        let store = RedisStore::connect(&server.url()).await.unwrap();
+        let name = LimitName::try_new("per-address").unwrap();
+        let key = BucketKey::ip("203.0.113.9".parse().unwrap());
+        let take = [Charge::new(name, key, Quota::per_day(CAPACITY), Amount::Take(1))];
+        let error = store.acquire(&take).await.unwrap_err();
+        let shown = format!("{error} {error:?} {}", log.text());
+        assert!(!shown.contains("canary"), "{command}: the password is shown: {shown}");
+        assert!(!shown.contains("203.0.113.9") && !shown.contains("{global}"), "{command}: a key is shown: {shown}");
+    }
+}
