@@ -1363,3 +1363,20 @@ async fn a_command_that_the_server_quotes_is_not_shown() {
         assert!(!shown.contains("203.0.113.9") && !shown.contains("{global}"), "{command}: a key is shown: {shown}");
     }
 }
+
+/// redis-rs describes bytes that it cannot parse in several lines.
+#[tokio::test]
+async fn what_another_kind_of_server_says_is_one_line_of_the_log() {
+    for hello in ["HTTP/1.1 400 Bad Request\r\n\r\n", "-ERR one\x0btwo\x1b[31m\u{85}three\u{2028}four\r\n"] {
+        let fake = Fake::start(ADMITTED).await;
+        fake.greet(hello);
+        let (log, _guard) = Log::capture();
+        let mut guarded = Guarded::connect(&fake.url(), Deny).await;
+        for _ in 0..10 {
+            assert_eq!(guarded.ask().await, None);
+        }
+        let text = log.text();
+        assert_eq!(log.lines().len(), text.matches("WARN").count(), "{text}");
+        assert!(!text.chars().any(|char| char.is_control() && char != '\n'), "{text:?}");
+    }
+}
