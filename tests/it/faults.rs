@@ -1380,3 +1380,26 @@ async fn what_another_kind_of_server_says_is_one_line_of_the_log() {
         assert!(!text.chars().any(|char| char.is_control() && char != '\n'), "{text:?}");
     }
 }
+
+#[tokio::test]
+async fn a_network_that_forgets_its_connections() {
+    of_network(Mode::Silent, &[Late, Unreachable]).await;
+}
+
+/// A connection that was made just before the network came back, and is not answered, keeps others from being made.
+#[tokio::test]
+async fn an_attempt_to_connect_that_hangs_does_not_keep_the_store_from_healing() {
+    let _quiet = QUIET.read().await;
+    let server = Server::start();
+    let proxy = Proxy::start(server.port()).await;
+    proxy.set(Mode::Silent).await;
+    let mut guarded = Guarded::connect(&proxy.url(), Deny).await;
+    let before = proxy.connections();
+    while proxy.connections() == before {
+        assert_eq!(guarded.ask().await, None);
+        sleep(MS).await;
+    }
+    proxy.set(Mode::Pass).await;
+    let took = guarded.heal(Instant::now()).await;
+    assert!(took < HEAL_MAX, "healed after {took:?}");
+}
