@@ -1403,3 +1403,17 @@ async fn an_attempt_to_connect_that_hangs_does_not_keep_the_store_from_healing()
     let took = guarded.heal(Instant::now()).await;
     assert!(took < HEAL_MAX, "healed after {took:?}");
 }
+
+/// A proxy, or a server, that has swallowed answers: those that come afterwards are taken for the earlier ones.
+#[tokio::test]
+async fn a_connection_whose_answers_are_behind_is_given_up() {
+    let _quiet = QUIET.read().await;
+    let fake = Fake::start("").await;
+    let mut guarded = Guarded::connect(&fake.url(), Deny).await;
+    for _ in 0..20 {
+        assert_eq!(guarded.ask().await, None);
+    }
+    fake.say(ADMITTED);
+    let took = guarded.heal(Instant::now()).await;
+    assert!(took < HEAL_MAX, "healed after {took:?}");
+}
