@@ -1417,3 +1417,17 @@ async fn a_connection_whose_answers_are_behind_is_given_up() {
     let took = guarded.heal(Instant::now()).await;
     assert!(took < HEAL_MAX, "healed after {took:?}");
 }
+
+#[tokio::test]
+async fn a_user_that_loses_a_right() {
+    let server = Server::start();
+    let user = |rule: &str| drop(server.query(&["ACL", "SETUSER", "limiter", rule]));
+    server.query(&["ACL", "SETUSER", "limiter", "on", &format!(">{PASSWORD}"), "~tb:*", "+@all"]);
+    let url = format!("redis://limiter:{PASSWORD}@127.0.0.1:{}", server.port());
+    for right in ["evalsha", "set", "time"] {
+        let (begin, end) = (async || user(&format!("-{right}")), async || user(&format!("+{right}")));
+        let kinds: &[_] = &[Configuration];
+        run(&server, Outage { url: url.clone(), from_the_start: false, kinds, begin, end }).await;
+        server.query(&["FLUSHALL"]);
+    }
+}
