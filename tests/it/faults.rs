@@ -1431,3 +1431,8 @@ async fn a_user_that_loses_a_right() {
         server.query(&["FLUSHALL"]);
     }
 }
+
+#[tokio::test]
+async fn a_network_that_cuts_answers_short() {
+    of_network(Mode::CutNumbers(3), &[Lost]).await;
+}
