@@ -1436,3 +1436,19 @@ async fn a_user_that_loses_a_right() {
 async fn a_network_that_cuts_answers_short() {
     of_network(Mode::CutNumbers(3), &[Lost]).await;
 }
+
+/// Requests that wait for a place on the wire when the breaker opens fail at once, as those that come later do.
+#[tokio::test]
+async fn what_waits_when_the_breaker_opens_is_not_sent() {
+    let _quiet = QUIET.read().await;
+    let fake = Fake::start("-OOM command not allowed when used memory > 'maxmemory'.\r\n").await;
+    let guarded = Guarded::connect(&fake.url(), Deny).await;
+    let mut requests = JoinSet::new();
+    for _ in 0..1000 {
+        let service = guarded.patient.clone();
+        requests.spawn(async move { Answer::to(&service, get()).await.status });
+    }
+    assert!(requests.join_all().await.iter().all(|status| *status == 503));
+    let sent = fake.commands().iter().filter(|name| name.starts_with("EVAL")).count();
+    assert!(sent <= 64 + 5, "{sent} of 1000 were sent, though the first 5 answers open the breaker");
+}
