@@ -1088,7 +1088,8 @@ async fn nothing_is_sent_while_the_breaker_is_open_but_by_one_probe_at_a_time() 
     // After 100, 250, 500 and 950 ms; there are some 10,000 requests.
     let sent = (proxy.bytes().0 - before) / one;
     assert!((2..=5).contains(&sent), "{sent}");
-    assert_eq!(proxy.connections(), 1);
+    // A probe that gets no answer ends its connection, which may be what is dead.
+    assert!(proxy.connections() <= 1 + sent, "{} connections", proxy.connections());
 }
 
 #[tokio::test]

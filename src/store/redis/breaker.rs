@@ -49,7 +49,7 @@ struct State {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ticket {
     began: Instant,
-    probe: bool,
+    pub(super) probe: bool,
 }
 
 /// A change of state that the operator should hear of.
@@ -92,6 +92,19 @@ impl Breaker {
             }
         }
         Ok(Ticket { began: now, probe: false })
+    }
+
+    /// Whether a check that has waited since may still ask, or in how long a probe may go.
+    pub(super) fn enter_again(&self, ticket: Ticket, now: Instant) -> Result<(), Duration> {
+        if ticket.probe || self.failures.load(Ordering::Relaxed) < FAILURES {
+            return Ok(());
+        }
+        let state = self.state();
+        match state.health {
+            Health::Closed => Ok(()),
+            Health::Open => Err(state.probe_at.saturating_duration_since(now)),
+            Health::Probing => Err(state.pause),
+        }
     }
 
     /// A check was answered while its caller waited.
@@ -236,6 +249,8 @@ mod tests {
         }
         assert_eq!(breaker.answered(early[FAILURES as usize]), None);
         assert_eq!(breaker.failed(early[FAILURES as usize + 1], now), None);
+        // What has not been sent by then is not sent.
+        assert_eq!(breaker.enter_again(early[0], now).unwrap_err(), PAUSE);
         assert_eq!(breaker.health(), Health::Open);
         assert_eq!(breaker.enter(now).unwrap_err(), PAUSE);
     }

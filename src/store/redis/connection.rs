@@ -21,8 +21,8 @@ use crate::error::ConfigError;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// For this long after a failed attempt nobody tries again, and callers get its error at once.
 const CONNECT_PAUSE: Duration = Duration::from_millis(100);
-/// After this long an attempt that has not ended is forgotten: its runtime does not run it.
-const CONNECT_MAX: Duration = Duration::from_secs(2);
+/// After this long another attempt may be made beside one that hangs: whichever connects first is taken.
+const CONNECT_AGAIN: Duration = Duration::from_millis(300);
 /// The kernel gives up a connection whose data nobody acknowledges for this long.
 const USER_TIMEOUT: Duration = Duration::from_secs(3);
 /// It looks after an idle connection this often: proxies and firewalls forget those that are silent.
@@ -50,14 +50,17 @@ struct Shared {
     link: Mutex<Link>,
     /// Counts the attempts that have ended.
     ended: watch::Sender<u64>,
+    /// Up to which generation all connections are lost.
+    lost: watch::Sender<Generation>,
 }
 
 #[derive(Default)]
 struct Link {
-    open: Option<MultiplexedConnection>,
-    /// That of the last attempt: a late error of an earlier connection does not close this one.
-    generation: Generation,
-    /// Since when an attempt is under way.
+    open: Option<Open>,
+    /// How many attempts there were. An open connection is known by its own, so that a late error of an earlier one does
+    /// not close it.
+    attempts: Generation,
+    /// When the last attempt began, if it has not ended.
     connecting: Option<Instant>,
     failed: Option<(Instant, RedisError)>,
 }
@@ -77,8 +80,8 @@ impl Connection {
         let tcp = tcp.set_user_timeout(USER_TIMEOUT);
         let client =
             Client::open(info.set_redis_settings(settings).set_tcp_settings(tcp)).map_err(|_| refused(form))?;
-        let ended = watch::Sender::new(0);
-        Ok(Self { shared: Arc::new(Shared { client, link: Mutex::default(), ended }) })
+        let (ended, lost) = (watch::Sender::new(0), watch::Sender::new(0));
+        Ok(Self { shared: Arc::new(Shared { client, link: Mutex::default(), ended, lost }) })
     }
 
     /// The server's address, without a password.
@@ -88,7 +91,7 @@ impl Connection {
 
     /// How often a connection was asked for: 1 if all is well.
     pub(super) fn attempts(&self) -> Generation {
-        self.shared.link().generation
+        self.shared.link().attempts
     }
 
     /// The open connection; waits for the attempt to make one, or for its error.
@@ -99,25 +102,25 @@ impl Connection {
             if let Some(open) = self.shared.look()? {
                 return Ok(open);
             }
-            // The sender is part of `self`. An attempt that nobody runs does not end.
-            let _ = timeout(CONNECT_MAX, ended.changed()).await;
+            // The sender is part of `self`. An attempt that hangs, or that nobody runs, does not end.
+            let _ = timeout(CONNECT_AGAIN, ended.changed()).await;
         }
     }
 
     /// The connection that is open at this moment.
     pub(super) fn now(&self) -> Option<Open> {
-        self.shared.link().now()
+        self.shared.link().open.clone()
     }
 
     /// This one is of no use any more: the next check makes another.
     pub(super) fn lost(&self, generation: Generation) {
         self.shared.lost(generation);
     }
-}
 
-impl Link {
-    fn now(&self) -> Option<Open> {
-        self.open.as_ref().map(|inner| Open { inner: inner.clone(), generation: self.generation })
+    /// Waits until that connection is lost.
+    pub(super) async fn until_lost(&self, generation: Generation) {
+        // The sender is part of `self`.
+        let _ = self.shared.lost.subscribe().wait_for(|lost| *lost >= generation).await;
     }
 }
 
@@ -130,9 +133,9 @@ impl Shared {
     /// The open connection; or `None` while one is being made, by a task that no caller's deadline stops.
     fn look(self: &Arc<Self>) -> RedisResult<Option<Open>> {
         let mut link = self.link();
-        let is_connecting = link.connecting.is_some_and(|since| since.elapsed() < CONNECT_MAX);
+        let is_connecting = link.connecting.is_some_and(|since| since.elapsed() < CONNECT_AGAIN);
         if link.open.is_some() || is_connecting {
-            return Ok(link.now());
+            return Ok(link.open.clone());
         }
         if let Some((at, error)) = &link.failed
             && at.elapsed() < CONNECT_PAUSE
@@ -143,15 +146,16 @@ impl Shared {
             return Err((ErrorKind::Client, "a tokio runtime is needed").into());
         };
         link.connecting = Some(Instant::now());
-        link.generation += 1;
-        let attempt = Attempt { shared: Arc::clone(self), generation: link.generation };
+        link.attempts += 1;
+        let attempt = Attempt { shared: Arc::clone(self), generation: link.attempts };
         runtime.spawn(attempt.connect());
         Ok(None)
     }
 
     fn lost(&self, generation: Generation) {
+        self.lost.send_if_modified(|lost| std::mem::replace(lost, generation.max(*lost)) < generation);
         let mut link = self.link();
-        if link.generation == generation {
+        if link.open.as_ref().is_some_and(|open| open.generation == generation) {
             link.open = None;
         }
     }
@@ -183,12 +187,14 @@ impl Attempt {
             .set_push_sender(on_push);
         let made = self.shared.client.get_multiplexed_async_connection_with_config(&config).await;
         let mut link = self.shared.link();
-        // It may have been forgotten, and a later one made.
-        if link.generation == generation {
-            match made {
-                Ok(open) => (link.open, link.failed) = (Some(open), None),
-                Err(error) => link.failed = Some((Instant::now(), error)),
+        match made {
+            // Another attempt may have been quicker.
+            Ok(inner) if link.open.is_none() => {
+                link.open = Some(Open { inner, generation });
+                link.failed = None;
             }
+            Ok(_) => {}
+            Err(error) => link.failed = Some((Instant::now(), error)),
         }
     }
 }
@@ -196,7 +202,7 @@ impl Attempt {
 impl Drop for Attempt {
     fn drop(&mut self) {
         let mut link = self.shared.link();
-        if link.generation == self.generation {
+        if link.attempts == self.generation {
             link.connecting = None;
         }
         drop(link);

@@ -8,13 +8,17 @@ use std::time::Duration;
 
 use redis::{ErrorKind, ServerErrorKind};
 
-/// Why Redis did not answer. It shows neither a password nor a bucket key.
-#[derive(Clone, Debug)]
+/// Why Redis did not answer, in one line. It shows neither a password nor a bucket key: what the server quotes is left out.
+#[derive(Clone)]
 pub struct RedisError {
     kind: RedisErrorKind,
     retry_after: Option<Duration>,
     source: Option<Arc<redis::RedisError>>,
 }
+
+/// What servers say of a client that they refuse, where the code is none of its own.
+const CONFIGURATION_TEXTS: [&str; 4] =
+    ["unknown command", "DB index is out of range", "invalid DB index", "user executing the script can't run"];
 
 /// What kind of failure it was, and so whether tokens may have been taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -92,9 +96,7 @@ impl RedisErrorKind {
         let is_configuration = any(&configuration)
             || error.kind() == ErrorKind::AuthenticationFailed
             || error.kind() == ErrorKind::InvalidClientConfig
-            || ["unknown command", "DB index is out of range", "invalid DB index"]
-                .iter()
-                .any(|what| text.contains(what));
+            || CONFIGURATION_TEXTS.iter().any(|what| text.contains(what));
         if is_configuration {
             return Some(Self::Configuration);
         }
@@ -135,6 +137,8 @@ impl RedisError {
     /// No answer of the script came to what was sent.
     pub(super) fn sent(error: redis::RedisError) -> Self {
         let kind = RedisErrorKind::of_server(&error).unwrap_or(match error.kind() {
+            // An answer that was cut short was one.
+            ErrorKind::Parse if error.to_string().contains("end of input") => RedisErrorKind::Lost,
             ErrorKind::Parse | ErrorKind::UnexpectedReturnType => RedisErrorKind::Reply,
             _ => RedisErrorKind::Lost,
         });
@@ -172,10 +176,23 @@ impl fmt::Display for RedisErrorKind {
 impl fmt::Display for RedisError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.source {
-            Some(source) => write!(f, "{}: {source}", self.kind),
+            Some(source) => write!(f, "{}: {}", self.kind, without_quotations(&source.to_string())),
             None => self.kind.fmt(f),
         }
     }
+}
+
+impl fmt::Debug for RedisError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "RedisError({:?}: {self})", self.kind)
+    }
+}
+
+/// A text of the server in one line, up to where it quotes what it was sent: there may be a password or a bucket key.
+fn without_quotations(text: &str) -> String {
+    let text = text.split(['\'', '"', '`']).next().unwrap_or_default().trim_end();
+    let line = |c: char| if c.is_control() || matches!(c, '\u{2028}' | '\u{2029}') { ' ' } else { c };
+    text.chars().map(line).take(200).collect()
 }
 
 impl Error for RedisError {}

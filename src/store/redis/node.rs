@@ -14,7 +14,7 @@ use redis::aio::ConnectionLike;
 use redis::{Cmd, ErrorKind, RedisResult, ServerErrorKind, Value};
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, sleep};
 
 use super::breaker::{Breaker, Change, Health, Ticket};
 use super::connection::{Connection, Generation, Open};
@@ -172,6 +172,30 @@ impl Node {
         Asked::Answered(result)
     }
 
+    /// Waits for the answer to a check whose caller has given up, as long as it may come.
+    async fn attend(self: Arc<Self>, asking: Boxed<'static, Asked>, generation: Option<Generation>) {
+        let lost = async {
+            match (&self.link, generation) {
+                (Link::Own(connection), Some(generation)) => connection.until_lost(generation).await,
+                // Whoever gave it closes it.
+                _ => std::future::pending().await,
+            }
+        };
+        let silence = sleep(SILENCE);
+        tokio::pin!(asking, lost, silence);
+        std::future::poll_fn(|cx| {
+            if silence.as_mut().poll(cx).is_ready() {
+                self.lost(generation);
+            }
+            // The connection closes when the last of those that use it has gone.
+            if asking.as_mut().poll(cx).is_ready() || lost.as_mut().poll(cx).is_ready() {
+                return Poll::Ready(());
+            }
+            Poll::Pending
+        })
+        .await;
+    }
+
     /// The connection of that generation is of no use any more.
     fn lost(&self, generation: Option<Generation>) {
         if let (Link::Own(connection), Some(generation)) = (&self.link, generation) {
@@ -317,6 +341,13 @@ impl Future for Check {
                 // Entering => Asking
                 Stage::Entering(question, mut entering) => match entering.as_mut().poll(cx) {
                     Poll::Ready(Ok(place)) => {
+                        // It may have waited for long.
+                        if let Some(ticket) = this.ticket
+                            && let Err(retry_after) = this.node.breaker.enter_again(ticket, Instant::now())
+                        {
+                            this.ticket = None;
+                            break Err(RedisError::breaker_open(retry_after));
+                        }
                         this.stage = Stage::asking(&this.node, place, |node, place| ask(node, question, place));
                     }
                     Poll::Ready(Err(error)) => break Err(error),
@@ -357,10 +388,18 @@ impl Stage {
 
 impl Drop for Check {
     fn drop(&mut self) {
+        let stage = mem::replace(&mut self.stage, Stage::Done);
         if let Some(ticket) = self.ticket.take() {
             let (failed, change) = self.node.breaker.given_up(ticket, self.patience, Instant::now());
             if failed {
                 self.node.counts.add(RedisErrorKind::Late);
+            }
+            if failed
+                && ticket.probe
+                && let Stage::Asking(_, generation) = &stage
+            {
+                // It may be the connection that is dead, and not the server.
+                self.node.lost(*generation);
             }
             if let Some(change) = change {
                 self.node.tell(change, &RedisErrorKind::Late);
@@ -368,15 +407,10 @@ impl Drop for Check {
         }
         // What is on the wire keeps its place until it is answered, so that no more than so many are ever charged after
         // their callers have gone.
-        if let Stage::Asking(asking, generation) = mem::replace(&mut self.stage, Stage::Done)
+        if let Stage::Asking(asking, generation) = stage
             && let Ok(runtime) = Handle::try_current()
         {
-            let node = Arc::clone(&self.node);
-            runtime.spawn(async move {
-                if timeout(SILENCE, asking).await.is_err() {
-                    node.lost(generation);
-                }
-            });
+            runtime.spawn(Arc::clone(&self.node).attend(asking, generation));
         }
     }
 }
