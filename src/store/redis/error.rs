@@ -176,7 +176,12 @@ impl fmt::Display for RedisErrorKind {
 impl fmt::Display for RedisError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.source {
-            Some(source) => write!(f, "{}: {}", self.kind, without_quotations(&source.to_string())),
+            Some(source) => match (source.code(), source.detail()) {
+                (Some(code), detail) => {
+                    write!(f, "{}: {code} {}", self.kind, without_quotations(detail.unwrap_or_default()))
+                }
+                (None, _) => write!(f, "{}: {}", self.kind, without_quotations(&source.to_string())),
+            },
             None => self.kind.fmt(f),
         }
     }
