@@ -254,6 +254,12 @@ impl Outcome {
         }
     }
 
+    /// What the store said of this charge.
+    #[cfg(feature = "redis")]
+    pub(crate) fn reply(&self) -> Option<Reply> {
+        self.reply
+    }
+
     /// The limit's name.
     #[must_use]
     pub fn limit(&self) -> &str {

@@ -8,13 +8,14 @@ use redis::aio::MultiplexedConnection;
 use redis::io::tcp::TcpSettings;
 use redis::io::tcp::socket2::TcpKeepalive;
 use redis::{
-    AsyncConnectionConfig, Client, ErrorKind, IntoConnectionInfo, ProtocolVersion, PushInfo, PushKind, RedisError,
-    RedisResult,
+    AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, ErrorKind, IntoConnectionInfo, ProtocolVersion,
+    PushInfo, PushKind, RedisConnectionInfo, RedisError, RedisResult,
 };
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 
+use super::sentinel::Sentinels;
 use crate::error::ConfigError;
 
 /// How long one attempt to connect may take.
@@ -27,6 +28,98 @@ const CONNECT_AGAIN: Duration = Duration::from_millis(300);
 const USER_TIMEOUT: Duration = Duration::from_secs(3);
 /// It looks after an idle connection this often: proxies and firewalls forget those that are silent.
 const KEEPALIVE: Duration = Duration::from_secs(30);
+
+/// What a URL says: an address, and how to be let in there and at the other servers of the same topology.
+#[derive(Clone)]
+pub(super) struct Access {
+    info: ConnectionInfo,
+}
+
+impl Access {
+    pub(super) fn parse(url: &str) -> Result<Self, ConfigError> {
+        let refused = |reason: &str| ConfigError::RedisUrl { reason: reason.to_owned() };
+        if cfg!(not(feature = "rustls")) && (url.starts_with("rediss://") || url.starts_with("valkeys://")) {
+            return Err(refused("TLS needs the feature `rustls`"));
+        }
+        let form = "allowed are redis://[user:password@]host[:port][/database], the same with rediss for TLS, and \
+                    redis+unix:///path";
+        let info = url.into_connection_info().map_err(|_| refused(form))?;
+        let settings = info.redis_settings().clone().set_protocol(ProtocolVersion::RESP3);
+        let keepalive = TcpKeepalive::new().with_time(KEEPALIVE);
+        let tcp = TcpSettings::default().set_nodelay(true).set_keepalive(keepalive);
+        #[cfg(target_os = "linux")]
+        let tcp = tcp.set_user_timeout(USER_TIMEOUT);
+        let info = info.set_redis_settings(settings).set_tcp_settings(tcp);
+        // What opening it refuses is refused now, and not with each connection.
+        Client::open(info.clone()).map_err(|_| refused(form))?;
+        Ok(Self { info })
+    }
+
+    /// The same for another server.
+    pub(super) fn at(&self, host: &str, port: u16) -> Self {
+        let host = host.to_owned();
+        let address = match self.info.addr() {
+            ConnectionAddr::TcpTls { insecure, tls_params, .. } => {
+                ConnectionAddr::TcpTls { host, port, insecure: *insecure, tls_params: tls_params.clone() }
+            }
+            _ => ConnectionAddr::Tcp(host, port),
+        };
+        Self { info: self.info.clone().set_addr(address) }
+    }
+
+    /// The same without a user, a password and a database.
+    pub(super) fn anonymous(&self) -> Self {
+        let settings = RedisConnectionInfo::default().set_protocol(ProtocolVersion::RESP3);
+        Self { info: self.info.clone().set_redis_settings(settings) }
+    }
+
+    /// Whether it names a database other than the first.
+    pub(super) fn has_database(&self) -> bool {
+        self.info.redis_settings().db() != 0
+    }
+
+    pub(super) fn has_password(&self) -> bool {
+        self.info.redis_settings().password().is_some()
+    }
+
+    /// Host and port; none for a socket.
+    pub(super) fn host(&self) -> Option<(&str, u16)> {
+        match self.info.addr() {
+            ConnectionAddr::Tcp(host, port) | ConnectionAddr::TcpTls { host, port, .. } => Some((host, *port)),
+            _ => None,
+        }
+    }
+
+    /// A new connection. `on_push` hears what the server says unasked.
+    pub(super) async fn connect(
+        &self,
+        on_push: impl Fn(PushInfo) + Send + Sync + 'static,
+    ) -> RedisResult<MultiplexedConnection> {
+        let config = AsyncConnectionConfig::new()
+            .set_connection_timeout(Some(CONNECT_TIMEOUT))
+            // Those who ask have deadlines of their own.
+            .set_response_timeout(None)
+            .set_push_sender(move |push| {
+                on_push(push);
+                Ok::<(), ()>(())
+            });
+        Client::open(self.info.clone())?.get_multiplexed_async_connection_with_config(&config).await
+    }
+}
+
+/// The address, without a password.
+impl fmt::Display for Access {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.info.addr().fmt(f)
+    }
+}
+
+/// Where a connection leads.
+pub(super) enum Target {
+    Server(Access),
+    /// Wherever the primary is at the moment.
+    Primary(Sentinels),
+}
 
 /// A connection without Nagle's delay, over RESP3 so that a loss is known at once, and made anew when it is lost. Nothing
 /// is ever sent a second time.
@@ -46,7 +139,7 @@ pub(super) struct Open {
 }
 
 struct Shared {
-    client: Client,
+    target: Target,
     link: Mutex<Link>,
     /// Counts the attempts that have ended.
     ended: watch::Sender<u64>,
@@ -66,27 +159,30 @@ struct Link {
 }
 
 impl Connection {
-    pub(super) fn new(url: &str) -> Result<Self, ConfigError> {
-        let refused = |reason: &str| ConfigError::RedisUrl { reason: reason.to_owned() };
-        let form = "allowed are redis://[user:password@]host[:port][/database] and redis+unix:///path";
-        if url.starts_with("rediss://") || url.starts_with("valkeys://") {
-            return Err(refused("TLS is not built yet"));
-        }
-        let info = url.into_connection_info().map_err(|_| refused(form))?;
-        let settings = info.redis_settings().clone().set_protocol(ProtocolVersion::RESP3);
-        let keepalive = TcpKeepalive::new().with_time(KEEPALIVE);
-        let tcp = TcpSettings::default().set_nodelay(true).set_keepalive(keepalive);
-        #[cfg(target_os = "linux")]
-        let tcp = tcp.set_user_timeout(USER_TIMEOUT);
-        let client =
-            Client::open(info.set_redis_settings(settings).set_tcp_settings(tcp)).map_err(|_| refused(form))?;
+    pub(super) fn new(target: Target) -> Self {
         let (ended, lost) = (watch::Sender::new(0), watch::Sender::new(0));
-        Ok(Self { shared: Arc::new(Shared { client, link: Mutex::default(), ended, lost }) })
+        Self { shared: Arc::new(Shared { target, link: Mutex::default(), ended, lost }) }
     }
 
     /// The server's address, without a password.
     pub(super) fn address(&self) -> String {
-        self.shared.client.get_connection_info().addr().to_string()
+        match &self.shared.target {
+            Target::Server(access) => access.to_string(),
+            Target::Primary(sentinels) => sentinels.to_string(),
+        }
+    }
+
+    /// The host of a server that has one.
+    pub(super) fn host(&self) -> String {
+        match &self.shared.target {
+            Target::Server(access) => access.host().map(|(host, _)| host.to_owned()).unwrap_or_default(),
+            Target::Primary(_) => String::new(),
+        }
+    }
+
+    /// Whether another connection may lead to another server.
+    pub(super) fn follows_a_failover(&self) -> bool {
+        matches!(self.shared.target, Target::Primary(_))
     }
 
     /// How often a connection was asked for: 1 if all is well.
@@ -178,18 +274,18 @@ impl Attempt {
                 // The next check finds a connection, or an attempt under way. The outcome is theirs to read.
                 let _ = shared.look();
             }
-            Ok::<(), ()>(())
         };
-        let config = AsyncConnectionConfig::new()
-            .set_connection_timeout(Some(CONNECT_TIMEOUT))
-            // Those who ask have deadlines of their own.
-            .set_response_timeout(None)
-            .set_push_sender(on_push);
-        let made = self.shared.client.get_multiplexed_async_connection_with_config(&config).await;
+        let made = match &self.shared.target {
+            Target::Server(access) => access.connect(on_push).await,
+            Target::Primary(sentinels) => match sentinels.primary().await {
+                Ok(access) => access.connect(on_push).await,
+                Err(error) => Err(error),
+            },
+        };
         let mut link = self.shared.link();
         match made {
-            // Another attempt may have been quicker.
-            Ok(inner) if link.open.is_none() => {
+            // Another attempt may have been quicker, and its connection lost again.
+            Ok(inner) if link.open.is_none() && generation > *self.shared.lost.borrow() => {
                 link.open = Some(Open { inner, generation });
                 link.failed = None;
             }

@@ -167,6 +167,36 @@ impl RedisError {
     }
 }
 
+/// Where a node of a cluster says that a key is to be asked for. It proves that nothing ran.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Redirect {
+    /// The slot is another node's.
+    Moved(Address),
+    /// The slot is on its way to another node, and so is the key.
+    Ask(Address),
+    /// The slot is on its way, and some of the keys have arrived.
+    TryAgain,
+}
+
+/// A node's host, empty where it is the one that said so, and port.
+pub(super) type Address = (String, u16);
+
+impl RedisError {
+    pub(super) fn redirect(&self) -> Option<Redirect> {
+        let source = self.source.as_ref()?;
+        if source.kind() == ErrorKind::Server(ServerErrorKind::TryAgain) {
+            return Some(Redirect::TryAgain);
+        }
+        // The port is behind the last colon: IPv6 addresses come without brackets.
+        let (host, port) = source.redirect_node()?.0.rsplit_once(':')?;
+        let address = (host.to_owned(), port.parse().ok()?);
+        Some(match source.kind() {
+            ErrorKind::Server(ServerErrorKind::Ask) => Redirect::Ask(address),
+            _ => Redirect::Moved(address),
+        })
+    }
+}
+
 impl fmt::Display for RedisErrorKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.text())

@@ -1,10 +1,12 @@
 //! Buckets in Redis, shared by all instances.
 
 mod breaker;
+mod cluster;
 mod connection;
 mod error;
 mod node;
 mod script;
+mod sentinel;
 
 use std::fmt;
 use std::future::Future;
@@ -16,10 +18,13 @@ use std::time::Duration;
 use redis::aio::ConnectionLike;
 
 pub use breaker::Health;
-use connection::Connection;
+use cluster::Cluster;
+use connection::{Access, Connection, Target};
+use error::Counts;
 pub use error::{RedisError, RedisErrorKind};
 use node::{Check, Node};
 use script::Script;
+use sentinel::Sentinels;
 
 use crate::charge::Charge;
 use crate::decision::Decision;
@@ -65,13 +70,22 @@ const FIRST_CONNECTION: Duration = Duration::from_millis(500);
 /// ```
 #[derive(Clone)]
 pub struct RedisStore {
-    node: Arc<Node>,
+    topology: Topology,
     script: Arc<Script>,
+    counts: Arc<Counts>,
+}
+
+/// Which servers have the buckets.
+#[derive(Clone, Debug)]
+enum Topology {
+    /// One, or the one that is the primary.
+    Node(Arc<Node>),
+    Cluster(Arc<Cluster>),
 }
 
 impl RedisStore {
-    /// Creates a store on the Redis server at `url`: `redis://[user:password@]host[:port][/database]`, or
-    /// `redis+unix:///path`.
+    /// Creates a store on the Redis server at `url`: `redis://[user:password@]host[:port][/database]`, the same with
+    /// `rediss` for TLS (feature `rustls`), or `redis+unix:///path`.
     ///
     /// The connection is made at once if the server answers, else as soon as it does: a server that is down does not
     /// keep a program from starting. A lost connection is made anew.
@@ -85,18 +99,81 @@ impl RedisStore {
         Ok(store)
     }
 
+    /// Creates a store on the Redis Cluster that the nodes at `urls` belong to: at least one of them has to answer for
+    /// the others to be found. User, password and TLS are those of the first.
+    ///
+    /// All limits on one identity are in one slot and so one step. Charges of a request on several identities, such as a
+    /// limit by key and one by address, are made in turn; if a later one refuses, the earlier ones are given back. That
+    /// is never over a limit, and briefly under it.
+    ///
+    /// Nodes that move, fail and come back are followed. One that is down fails the checks of its own slots only.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::RedisUrl`] for URLs that cannot be used.
+    pub async fn cluster<U: AsRef<str>>(urls: impl IntoIterator<Item = U>) -> Result<Self, ConfigError> {
+        let store = Self::unconnected_cluster(urls)?;
+        store.first_connection().await;
+        Ok(store)
+    }
+
+    /// Creates a store on the primary that the sentinels at `urls` know as `master`, and follows it when it fails over.
+    /// User, password, database and TLS are those of the first URL, for the primary; a sentinel is only sent a password
+    /// when it wants one.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::RedisUrl`] for URLs that cannot be used.
+    pub async fn sentinel<U: AsRef<str>>(urls: impl IntoIterator<Item = U>, master: &str) -> Result<Self, ConfigError> {
+        let store = Self::unconnected_sentinel(urls, master)?;
+        store.first_connection().await;
+        Ok(store)
+    }
+
     /// A store that connects when it is first asked.
     pub(crate) fn unconnected(url: &str) -> Result<Self, ConfigError> {
-        Ok(Self::on(Node::own(Connection::new(url)?)))
+        Ok(Self::on(Target::Server(Access::parse(url)?)))
+    }
+
+    pub(crate) fn unconnected_cluster<U: AsRef<str>>(urls: impl IntoIterator<Item = U>) -> Result<Self, ConfigError> {
+        let counts = Arc::<Counts>::default();
+        let cluster = Cluster::new(all(urls)?, Arc::clone(&counts))?;
+        Ok(Self { topology: Topology::Cluster(Arc::new(cluster)), script: Arc::new(Script::new()), counts })
+    }
+
+    pub(crate) fn unconnected_sentinel<U: AsRef<str>>(
+        urls: impl IntoIterator<Item = U>,
+        master: &str,
+    ) -> Result<Self, ConfigError> {
+        Ok(Self::on(Target::Primary(Sentinels::new(all(urls)?, master)?)))
+    }
+
+    fn on(target: Target) -> Self {
+        Self::of(|counts| Node::own(Connection::new(target), counts))
+    }
+
+    fn of(node: impl FnOnce(Arc<Counts>) -> Node) -> Self {
+        let counts = Arc::<Counts>::default();
+        let node = node(Arc::clone(&counts));
+        Self { topology: Topology::Node(Arc::new(node)), script: Arc::new(Script::new()), counts }
     }
 
     /// Waits a little for the first connection.
     pub(crate) async fn first_connection(&self) {
-        let address = || self.node.address().unwrap_or_default();
-        match tokio::time::timeout(FIRST_CONNECTION, self.node.ready()).await {
+        let ready = async {
+            match &self.topology {
+                Topology::Node(node) => node.ready().await,
+                Topology::Cluster(cluster) => cluster.ready().await,
+            }
+        };
+        let what = || match &self.topology {
+            Topology::Node(node) => node.address().unwrap_or_default(),
+            Topology::Cluster(_) => "the nodes of the cluster".to_owned(),
+        };
+        match tokio::time::timeout(FIRST_CONNECTION, ready).await {
             Ok(Ok(())) => {}
-            Ok(Err(error)) => log::warning!("no connection to Redis at {} yet: {error}", address()),
-            Err(_) => log::warning!("no connection to Redis at {} yet", address()),
+            Ok(Err(error)) => log::warning!("no connection to Redis at {} yet: {error}", what()),
+            Err(_) => log::warning!("no connection to Redis at {} yet", what()),
         }
     }
 
@@ -107,30 +184,48 @@ impl RedisStore {
     where
         C: ConnectionLike + Clone + Send + Sync + 'static,
     {
-        Self::on(Node::given(connection))
+        Self::of(|counts| Node::given(connection, counts))
     }
 
-    fn on(node: Node) -> Self {
-        Self { node: Arc::new(node), script: Arc::new(Script::new()) }
-    }
-
-    /// Whether the server is asked: not while its breaker is open.
+    /// Whether the server is asked: not while its breaker is open. Of a cluster that of the node that is worst off;
+    /// [`nodes`](Self::nodes) has them all.
     #[must_use]
     pub fn health(&self) -> Health {
-        self.node.health()
+        let all = self.nodes();
+        let is = |health| all.iter().any(|(_, of)| *of == health);
+        if is(Health::Open) {
+            Health::Open
+        } else if is(Health::Probing) {
+            Health::Probing
+        } else {
+            Health::Closed
+        }
+    }
+
+    /// The servers that are known to have buckets, by address, and whether each is asked.
+    #[must_use]
+    pub fn nodes(&self) -> Vec<(String, Health)> {
+        let nodes = match &self.topology {
+            Topology::Node(node) => vec![Arc::clone(node)],
+            Topology::Cluster(cluster) => cluster.nodes(),
+        };
+        nodes.iter().map(|node| (node.address().unwrap_or_default(), node.health())).collect()
     }
 
     /// How many checks have failed so, since the store was made.
     #[must_use]
     pub fn failures(&self, kind: RedisErrorKind) -> u64 {
-        self.node.counts.get(kind)
+        self.counts.get(kind)
     }
 
-    /// How often a connection has been made or tried, since the store was made: 1 while all is well. `None` on a
-    /// connection of your own.
+    /// How often a connection has been made or tried, since the store was made: 1 while all is well, on a cluster 1 for
+    /// each node. `None` on a connection of your own.
     #[must_use]
     pub fn connections(&self) -> Option<u64> {
-        self.node.attempts()
+        match &self.topology {
+            Topology::Node(node) => node.attempts(),
+            Topology::Cluster(cluster) => cluster.nodes().iter().map(|node| node.attempts()).sum(),
+        }
     }
 
     /// Sets the first part of all keys, by default `tb`. Instances that share buckets have the same.
@@ -166,13 +261,27 @@ impl RedisStore {
 
 impl fmt::Debug for RedisStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RedisStore").field("node", &self.node).field("script", &self.script).finish()
+        f.debug_struct("RedisStore").field("topology", &self.topology).field("script", &self.script).finish()
     }
+}
+
+/// All that the URLs say.
+fn all<U: AsRef<str>>(urls: impl IntoIterator<Item = U>) -> Result<Vec<Access>, ConfigError> {
+    urls.into_iter().map(|url| Access::parse(url.as_ref())).collect()
 }
 
 impl RedisStore {
     fn check(&self, charges: &[Charge], deadline: Option<Duration>) -> RedisAcquire {
-        RedisAcquire { check: Check::new(Arc::clone(&self.node), Arc::clone(&self.script), charges, deadline) }
+        let script = Arc::clone(&self.script);
+        RedisAcquire {
+            inner: match &self.topology {
+                Topology::Node(node) => Inner::Check(Box::new(Check::new(Arc::clone(node), script, charges, deadline))),
+                Topology::Cluster(cluster) => {
+                    let charges = charges.iter().cloned().collect();
+                    Inner::Cluster(Box::pin(Arc::clone(cluster).acquire(script, charges, deadline)))
+                }
+            },
+        }
     }
 }
 
@@ -194,14 +303,22 @@ impl Store for RedisStore {
 /// Dropped before it is sent it takes nothing; dropped later the tokens may be taken, and are not given back.
 #[must_use = "futures do nothing unless polled"]
 pub struct RedisAcquire {
-    check: Check,
+    inner: Inner,
+}
+
+enum Inner {
+    Check(Box<Check>),
+    Cluster(Pin<Box<dyn Future<Output = Result<Decision, RedisError>> + Send>>),
 }
 
 impl Future for RedisAcquire {
     type Output = Result<Decision, RedisError>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        Pin::new(&mut self.check).poll(cx)
+        match &mut self.inner {
+            Inner::Check(check) => Pin::new(check).poll(cx),
+            Inner::Cluster(acquire) => acquire.as_mut().poll(cx),
+        }
     }
 }
 

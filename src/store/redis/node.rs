@@ -18,7 +18,7 @@ use tokio::time::{Instant, sleep};
 
 use super::breaker::{Breaker, Change, Health, Ticket};
 use super::connection::{Connection, Generation, Open};
-use super::error::{Counts, RedisError, RedisErrorKind};
+use super::error::{Address, Counts, RedisError, RedisErrorKind};
 use super::script::{self, Script};
 use crate::charge::{Charge, Charges};
 use crate::decision::Decision;
@@ -40,7 +40,7 @@ pub(super) struct Node {
     breaker: Breaker,
     places: Arc<Semaphore>,
     waiting: AtomicUsize,
-    pub(super) counts: Counts,
+    counts: Arc<Counts>,
 }
 
 /// What leads to the server.
@@ -70,13 +70,25 @@ impl<C: ConnectionLike + Clone + Send + Sync + 'static> Given for C {
 }
 
 impl Wire {
-    async fn ask(&mut self, cmd: &Cmd) -> RedisResult<Value> {
+    /// Sends a command and waits for its answer.
+    async fn ask(&mut self, cmd: Cmd) -> RedisResult<Value> {
         let answer = match self {
-            Self::Own(open) => open.inner.send_packed_command(cmd).await,
-            Self::Given(connection) => connection.ask(cmd).await,
+            Self::Own(open) => open.inner.send_packed_command(&cmd).await,
+            Self::Given(connection) => connection.ask(&cmd).await,
         };
         // A server's error comes as a value.
         answer.and_then(Value::extract_error)
+    }
+
+    /// The same for a key that is on its way to this server.
+    async fn ask_for_a_moving_key(&mut self, cmd: Cmd) -> RedisResult<Value> {
+        let Self::Own(open) = self else { return self.ask(cmd).await };
+        // One pipeline, so that nobody's command comes between the two.
+        let mut pipeline = redis::pipe();
+        pipeline.add_command(Cmd::new().arg("ASKING").take()).add_command(cmd);
+        let mut answers = open.inner.send_packed_commands(&pipeline, 1, 1).await?;
+        let wrong = || (ErrorKind::UnexpectedReturnType, "one answer to one command").into();
+        answers.pop().ok_or_else(wrong).and_then(Value::extract_error)
     }
 
     fn generation(&self) -> Option<Generation> {
@@ -88,21 +100,24 @@ impl Wire {
 }
 
 impl Node {
-    pub(super) fn own(connection: Connection) -> Self {
-        Self::new(Link::Own(connection))
+    pub(super) fn own(connection: Connection, counts: Arc<Counts>) -> Self {
+        Self::new(Link::Own(connection), counts)
     }
 
-    pub(super) fn given<C: ConnectionLike + Clone + Send + Sync + 'static>(connection: C) -> Self {
-        Self::new(Link::Given(Arc::new(connection)))
+    pub(super) fn given<C>(connection: C, counts: Arc<Counts>) -> Self
+    where
+        C: ConnectionLike + Clone + Send + Sync + 'static,
+    {
+        Self::new(Link::Given(Arc::new(connection)), counts)
     }
 
-    fn new(link: Link) -> Self {
+    fn new(link: Link, counts: Arc<Counts>) -> Self {
         Self {
             link,
             breaker: Breaker::new(Instant::now()),
             places: Arc::new(Semaphore::new(ON_THE_WIRE)),
             waiting: AtomicUsize::new(0),
-            counts: Counts::default(),
+            counts,
         }
     }
 
@@ -123,6 +138,23 @@ impl Node {
             Link::Own(connection) => Some(connection.address()),
             Link::Given(_) => None,
         }
+    }
+
+    /// The address that this node gives, with its own host where it leaves that out.
+    pub(super) fn resolve(&self, address: Address) -> Address {
+        match &self.link {
+            Link::Own(connection) if matches!(&*address.0, "" | "?") => (connection.host(), address.1),
+            Link::Own(_) | Link::Given(_) => address,
+        }
+    }
+
+    /// Sends a command that is no check.
+    pub(super) async fn command(&self, cmd: Cmd) -> Result<Value, RedisError> {
+        let mut wire = match &self.link {
+            Link::Own(connection) => Wire::Own(connection.open().await.map_err(RedisError::unsent)?),
+            Link::Given(connection) => Wire::Given(Arc::clone(connection)),
+        };
+        wire.ask(cmd).await.map_err(RedisError::sent)
     }
 
     /// Waits for an open connection, or for the error of the attempt to make one.
@@ -204,6 +236,12 @@ impl Node {
     }
 
     fn tell(&self, change: Change, why: &dyn fmt::Display) {
+        if let (Change::Opened, Link::Own(connection)) = (change, &self.link)
+            && connection.follows_a_failover()
+        {
+            // The next probe asks the sentinels again.
+            connection.lost(connection.attempts());
+        }
         let address = self.address().unwrap_or_else(|| "(a given connection)".to_owned());
         match change {
             Change::Opened => log::warning!("Redis at {address} is not asked for a moment: it fails ({why})"),
@@ -245,6 +283,14 @@ struct Place {
 struct Question {
     script: Arc<Script>,
     charges: Charges,
+    /// The server has said that the keys are on their way to another one, which is this.
+    moving: bool,
+}
+
+impl Question {
+    async fn send(&self, cmd: Cmd, place: &mut Place) -> RedisResult<Value> {
+        if self.moving { place.wire.ask_for_a_moving_key(cmd).await } else { place.wire.ask(cmd).await }
+    }
 }
 
 /// What came of a call.
@@ -274,13 +320,24 @@ enum Stage {
 impl Check {
     /// A check whose caller waits for at most `deadline`, if that is known.
     pub(super) fn new(node: Arc<Node>, script: Arc<Script>, charges: &[Charge], deadline: Option<Duration>) -> Self {
-        let question = Question { script, charges: charges.iter().cloned().collect() };
+        let question = Question { script, charges: charges.iter().cloned().collect(), moving: false };
         let patience = deadline.map_or(PATIENCE, |deadline| deadline.min(PATIENCE));
         Self { node, ticket: None, patience, stage: Stage::New(question) }
     }
 
+    /// The same for keys that are on their way to this server.
+    pub(super) fn of_moving_keys(mut self) -> Self {
+        if let Stage::New(question) = &mut self.stage {
+            question.moving = true;
+        }
+        self
+    }
+
     /// The end of a check whose caller is there.
     fn end(&mut self, result: &Result<Decision, RedisError>) {
+        // Where else the key is does not make this server fail.
+        let result =
+            &result.as_ref().map(drop).or_else(|error| if error.redirect().is_some() { Ok(()) } else { Err(error) });
         if let Err(error) = result {
             self.node.counts.add(error.kind());
         }
@@ -303,7 +360,7 @@ impl Check {
 
 /// Asks, by the script's hash.
 async fn ask(node: Arc<Node>, question: Question, mut place: Place) -> Asked {
-    let answer = place.wire.ask(&question.script.evalsha(&question.charges)).await;
+    let answer = question.send(question.script.evalsha(&question.charges), &mut place).await;
     match answer {
         Err(error) if error.kind() == ErrorKind::Server(ServerErrorKind::NoScript) => Asked::NoScript(question, place),
         answer => node.answered(&question, &place, answer),
@@ -312,7 +369,7 @@ async fn ask(node: Arc<Node>, question: Question, mut place: Place) -> Asked {
 
 /// Asks with the script itself.
 async fn ask_with_the_script(node: Arc<Node>, question: Question, mut place: Place) -> Asked {
-    let answer = place.wire.ask(&question.script.eval(&question.charges)).await;
+    let answer = question.send(question.script.eval(&question.charges), &mut place).await;
     node.answered(&question, &place, answer)
 }
 

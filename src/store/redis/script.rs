@@ -86,11 +86,21 @@ impl Script {
 
     /// `tb:v1:{identity}:limit`: the identity is the hash tag, so that all limits on it share a slot.
     fn write_key(&self, text: &mut String, charge: &Charge) {
-        let identity: BucketKey = match &self.secret {
+        let _ = write!(text, "{}:v1:{{{}}}:{}", self.prefix, self.identity(charge), charge.limit());
+    }
+
+    fn identity(&self, charge: &Charge) -> BucketKey {
+        match &self.secret {
             Some(secret) => charge.key().under(secret),
             None => *charge.key(),
-        };
-        let _ = write!(text, "{}:v1:{{{identity}}}:{}", self.prefix, charge.limit());
+        }
+    }
+
+    /// The slot of a charge's bucket in a cluster: that of its hash tag
+    /// ([specification](https://redis.io/docs/latest/operate/oss_and_stack/reference/cluster-spec/#hash-tags)).
+    pub(super) fn slot(&self, charge: &Charge) -> usize {
+        let tag = self.identity(charge).to_string();
+        usize::from(crc16::State::<crc16::XMODEM>::calculate(tag.as_bytes())) % 16_384
     }
 }
 
