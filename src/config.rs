@@ -8,7 +8,7 @@
 //! headers = "draft11"                    # draft11 | legacy | legacy-delta | off
 //!
 //! [store]                                # without this table: memory
-//! redis = "redis://127.0.0.1:6379"
+//! redis = "redis://127.0.0.1:6379"       # or cluster = ["redis://…", …]; or sentinel = ["redis://…", …] with master = "name"
 //! deadline = "50ms"
 //! on_failure = "local"                   # local | allow | deny
 //! share = 1                              # local: one n-th of the quota
@@ -42,7 +42,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use serde::Deserialize;
-use serde::de::{self, Deserializer, IgnoredAny, Visitor};
+use serde::de::{self, Deserializer, Visitor};
 
 use crate::api_key::ApiKey;
 use crate::client_ip::ClientIp;
@@ -174,9 +174,9 @@ impl Config {
 #[cfg_attr(not(feature = "redis"), expect(dead_code, reason = "only the Redis store reads all of it"))]
 struct StoreConfig {
     redis: Option<Secret>,
-    cluster: Option<IgnoredAny>,
-    sentinel: Option<IgnoredAny>,
-    master: Option<IgnoredAny>,
+    cluster: Option<Secrets>,
+    sentinel: Option<Secrets>,
+    master: Option<String>,
     deadline: Option<String>,
     on_failure: Option<OnFailure>,
     share: Option<Number>,
@@ -215,15 +215,29 @@ impl StoreConfig {
 
     #[cfg(feature = "redis")]
     fn unconnected(&self) -> Result<crate::RedisStore, ConfigError> {
-        let later = [("cluster", &self.cluster), ("sentinel", &self.sentinel), ("master", &self.master)];
-        for (key, value) in later {
-            if value.is_some() {
-                return Err(setting(key, "not built yet: redis names the one server"));
-            }
+        use crate::RedisStore;
+
+        let Self { redis, cluster, sentinel, master, .. } = self;
+        if master.is_some() && sentinel.is_none() {
+            return Err(setting("master", "allowed only beside sentinel"));
         }
-        let url =
-            self.redis.as_ref().ok_or_else(|| setting("redis", "there is none: the URL of a server is needed"))?;
-        let store = crate::RedisStore::unconnected(&url.0).map_err(|error| setting("redis", error))?;
+        let at = |key: &'static str| move |error| setting(key, error);
+        let store = match (redis, cluster, sentinel) {
+            (Some(url), None, None) => RedisStore::unconnected(&url.0).map_err(at("redis"))?,
+            (None, Some(urls), None) => RedisStore::unconnected_cluster(&urls.0).map_err(at("cluster"))?,
+            (None, None, Some(urls)) => {
+                let name = "there is none: the name that the sentinels know the primary by is needed";
+                let master = master.as_ref().ok_or_else(|| setting("master", name))?;
+                RedisStore::unconnected_sentinel(&urls.0, master).map_err(at("sentinel"))?
+            }
+            (None, None, None) => {
+                return Err(setting(
+                    "redis",
+                    "there is none: the URL of a server is needed, or those of a cluster or of sentinels",
+                ));
+            }
+            _ => return Err(setting("redis", "one of redis, cluster and sentinel is allowed")),
+        };
         let store = match &self.secret {
             Some(secret) if secret.0.is_empty() => return Err(setting("secret", "an empty one is not allowed")),
             Some(secret) => store.secret(&secret.0),
@@ -554,7 +568,23 @@ mod tests {
     async fn a_wrong_store_is_refused_and_its_secrets_are_not_shown() {
         for (table, part) in [
             ("", "store.redis: there is none"),
-            ("cluster = []", "store.cluster: not built yet"),
+            ("cluster = []", "store.cluster: the Redis URL cannot be used: there is no node"),
+            (
+                "cluster = [\"redis://:canary@127.0.0.1/3\"]",
+                "store.cluster: the Redis URL cannot be used: a cluster has no",
+            ),
+            (
+                "cluster = [\"redis://127.0.0.1:1\", \"http://:canary@h\"]",
+                "store.cluster: the Redis URL cannot be used: allowed",
+            ),
+            ("sentinel = [\"redis://127.0.0.1:1\"]", "store.master: there is none"),
+            ("sentinel = []\nmaster = \"m\"", "store.sentinel: the Redis URL cannot be used: there is no sentinel"),
+            (
+                "sentinel = [\"redis://127.0.0.1:1\"]\nmaster = \"\"",
+                "store.sentinel: the Redis URL cannot be used: the name",
+            ),
+            ("redis = \"redis://127.0.0.1:1\"\nmaster = \"m\"", "store.master: allowed only beside sentinel"),
+            ("redis = \"redis://127.0.0.1:1\"\ncluster = [\"redis://127.0.0.1:1\"]", "store.redis: one of redis"),
             ("redis = \"http://user:canary@127.0.0.1\"", "store.redis: the Redis URL cannot be used"),
             ("redis = \"redis://127.0.0.1:1\"\nprefix = \"{canary}\"", "store.prefix: prefix"),
             ("redis = \"redis://127.0.0.1:1\"\nsecret = \"\"", "store.secret: an empty one"),

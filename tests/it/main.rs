@@ -7,6 +7,8 @@ mod log;
 mod proxy;
 #[path = "../support/server.rs"]
 mod server;
+#[path = "../support/topology.rs"]
+mod topology;
 
 mod arithmetic;
 #[cfg(target_os = "linux")]
@@ -25,4 +27,5 @@ mod redis_store;
 mod reload;
 mod servers;
 mod settle;
+mod topologies;
 mod verbs;

@@ -29,6 +29,8 @@ pub(crate) struct Server {
     args: Vec<String>,
     env: Vec<(String, PathBuf)>,
     directory: PathBuf,
+    /// A sentinel keeps its state in its configuration file.
+    config: Option<PathBuf>,
     process: Mutex<Option<Process>>,
     /// The connection of [`command`](Self::command); made when it is first needed.
     connection: Mutex<Option<Connection>>,
@@ -41,8 +43,9 @@ struct Process {
 }
 
 impl Process {
-    fn spawn(port: u16, directory: &Path, args: &[String], env: &[(String, PathBuf)]) -> Self {
+    fn spawn(port: u16, directory: &Path, config: Option<&Path>, args: &[String], env: &[(String, PathBuf)]) -> Self {
         let server = Command::new(binary())
+            .args(config)
             .args(["--port", &port.to_string(), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"])
             .args(["--logfile", "log", "--dir"])
             .arg(directory)
@@ -94,7 +97,7 @@ impl Server {
     /// When there is no server to start, or it does not start with these arguments; the text has its log.
     #[must_use]
     pub(crate) fn start_with(args: &[&str]) -> Self {
-        Self::start_with_env(args, &[])
+        Self::start_on(None, args, &[])
     }
 
     /// Starts a server, as [`start_with`](Self::start_with) does, with more environment variables whose values are paths.
@@ -104,12 +107,31 @@ impl Server {
     /// As [`start_with`](Self::start_with) does.
     #[must_use]
     pub(crate) fn start_with_env(args: &[&str], env: &[(&str, &Path)]) -> Self {
+        Self::start_on(None, args, env)
+    }
+
+    /// Starts a sentinel with these lines of configuration.
+    ///
+    /// # Panics
+    ///
+    /// As [`start_with`](Self::start_with) does.
+    #[must_use]
+    pub(crate) fn start_sentinel(config: &str) -> Self {
+        Self::start_on(Some(config), &["--sentinel"], &[])
+    }
+
+    fn start_on(config: Option<&str>, args: &[&str], env: &[(&str, &Path)]) -> Self {
         static STARTED: AtomicU32 = AtomicU32::new(0);
         let args: Vec<_> = args.iter().map(|arg| (*arg).to_owned()).collect();
         let number = STARTED.fetch_add(1, Ordering::Relaxed);
         let name = format!("tower-token-bucket-{}-{number}", std::process::id());
         let directory = std::env::temp_dir().join(name);
         std::fs::create_dir_all(&directory).expect("the temporary directory is writable");
+        let config = config.map(|lines| {
+            let path = directory.join("config");
+            std::fs::write(&path, lines).expect("the temporary directory is writable");
+            path
+        });
         let mut why = String::new();
         // Another process may take the port between the probe and the server's own bind.
         for _ in 0..5 {
@@ -118,6 +140,7 @@ impl Server {
                 args: args.clone(),
                 env: env.iter().map(|(name, path)| ((*name).to_owned(), path.to_path_buf())).collect(),
                 directory: directory.clone(),
+                config: config.clone(),
                 process: Mutex::new(None),
                 connection: Mutex::new(None),
             };
@@ -133,7 +156,8 @@ impl Server {
 
     /// Spawns the process and waits until it answers on the port, or says why it does not.
     fn launch(&self) -> Result<(), String> {
-        let mut process = Process::spawn(self.port, &self.directory, &self.args, &self.env);
+        let config = self.config.as_deref();
+        let mut process = Process::spawn(self.port, &self.directory, config, &self.args, &self.env);
         let started = Instant::now();
         loop {
             if let Ok(Some(status)) = process.server.try_wait() {

@@ -96,6 +96,7 @@ impl RedisErrorKind {
         let is_configuration = any(&configuration)
             || error.kind() == ErrorKind::AuthenticationFailed
             || error.kind() == ErrorKind::InvalidClientConfig
+            || error.kind() == ErrorKind::MasterNameNotFoundBySentinel
             || CONFIGURATION_TEXTS.iter().any(|what| text.contains(what));
         if is_configuration {
             return Some(Self::Configuration);
