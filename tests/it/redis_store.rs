@@ -154,7 +154,7 @@ async fn a_server_that_is_down_at_the_start_or_restarts_is_found_again() {
 
 #[tokio::test]
 async fn urls_that_cannot_be_used_are_refused_and_not_shown() {
-    for url in ["", "http://canary@127.0.0.1", "redis://:canary@host:port", "rediss://:canary@127.0.0.1", "canary"] {
+    for url in ["", "http://canary@127.0.0.1", "redis://:canary@host:port", "rediss://:canary@host:port", "canary"] {
         let error = RedisStore::connect(url).await.unwrap_err().to_string();
         assert!(error.contains("the Redis URL cannot be used") && !error.contains("canary"), "{url}: {error}");
     }

@@ -27,6 +27,8 @@ const SLOTS: usize = 16_384;
 const PATIENCE: Duration = Duration::from_millis(300);
 /// At least so long passes from one look at the slots to the next.
 const PAUSE: Duration = Duration::from_millis(100);
+/// After this long a look that has not ended is forgotten: its runtime does not run it.
+const LOOK_MAX: Duration = Duration::from_secs(5);
 /// How often a check follows where it is sent: each time the answer proves that nothing ran.
 const REDIRECTS: u32 = 3;
 /// Before a check asks once more for keys of which some have moved.
@@ -54,7 +56,8 @@ struct Slots {
 struct State {
     /// All that have been heard of, so that each has one connection and one breaker.
     nodes: HashMap<Address, Arc<Node>>,
-    looking: bool,
+    /// Since when a look is under way.
+    looking: Option<Instant>,
     /// When the last look ended, and why it failed.
     last: Option<Instant>,
     failed: Option<RedisError>,
@@ -88,7 +91,7 @@ impl Cluster {
         if seeds.iter().any(Access::has_database) {
             return refused("a cluster has no database but the first");
         }
-        let state = State { nodes: HashMap::new(), looking: false, last: None, failed: None };
+        let state = State { nodes: HashMap::new(), looking: None, last: None, failed: None };
         let (slots, looked) = (ArcSwap::default(), watch::Sender::new(0));
         Ok(Self { seeds, slots, state: Mutex::new(state), looked, counts })
     }
@@ -134,8 +137,8 @@ impl Cluster {
                     return Err(error);
                 }
             }
-            // The sender is part of `self`.
-            let _ = looked.changed().await;
+            // The sender is part of `self`. A look that nobody runs does not end.
+            let _ = timeout(LOOK_MAX, looked.changed()).await;
         }
     }
 
@@ -148,8 +151,9 @@ impl Cluster {
     fn look(self: &Arc<Self>) {
         let Ok(runtime) = Handle::try_current() else { return };
         let mut state = self.state();
-        if !state.looking && state.last.is_none_or(|last| last.elapsed() >= PAUSE) {
-            state.looking = true;
+        let is_looking = state.looking.is_some_and(|since| since.elapsed() < LOOK_MAX);
+        if !is_looking && state.last.is_none_or(|last| last.elapsed() >= PAUSE) {
+            state.looking = Some(Instant::now());
             runtime.spawn(Arc::clone(self).look_now());
         }
     }
@@ -157,7 +161,7 @@ impl Cluster {
     async fn look_now(self: Arc<Self>) {
         let found = self.find().await;
         let mut state = self.state();
-        state.looking = false;
+        state.looking = None;
         state.last = Some(Instant::now());
         match found {
             Ok(slots) => {
