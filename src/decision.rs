@@ -103,10 +103,12 @@ impl Decision {
     /// `None` when there are fewer or more replies than charges: what answered did not understand the question.
     #[must_use]
     pub fn new(charges: &[Charge], replies: &[Reply]) -> Option<Self> {
-        if charges.len() != replies.len() {
-            return None;
-        }
-        let outcomes = charges.iter().zip(replies).map(|(charge, reply)| Outcome::new(charge, Some(*reply)));
+        (charges.len() == replies.len()).then(|| Self::of_replies(charges, replies.iter().copied().map(Some)))
+    }
+
+    /// The same where a charge may have no reply: nothing is known of it.
+    pub(crate) fn of_replies(charges: &[Charge], replies: impl IntoIterator<Item = Option<Reply>>) -> Self {
+        let outcomes = charges.iter().zip(replies).map(|(charge, reply)| Outcome::new(charge, reply));
         let mut decision = Self::of(outcomes.collect(), Source::Store);
         if !decision.allowed && charges.len() > 1 {
             // Where a bucket is charged twice, the second charge needs what the first takes as well.
@@ -118,7 +120,7 @@ impl Decision {
                 }
             }
         }
-        Some(decision)
+        decision
     }
 
     /// The decision of the layer itself about charges that no store has seen.

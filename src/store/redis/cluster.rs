@@ -19,7 +19,7 @@ use super::node::{Check, Node};
 use super::script::Script;
 use crate::bucket;
 use crate::charge::{Amount, Charge, Charges};
-use crate::decision::{Decision, Reply};
+use crate::decision::{Decision, Outcome, Reply};
 use crate::error::ConfigError;
 
 const SLOTS: usize = 16_384;
@@ -248,6 +248,9 @@ impl Cluster {
                 Some(Redirect::Ask(address)) => (node, moving) = (self.node(&node.resolve(address)), true),
                 Some(Redirect::TryAgain) => sleep(TRY_AGAIN).await,
                 None => {
+                    if error.redirect().is_some() {
+                        self.counts.add(error.kind());
+                    }
                     // Its slots may be another's by now.
                     if !matches!(error.kind(), RedisErrorKind::Bucket | RedisErrorKind::Crowded) {
                         self.look();
@@ -291,11 +294,11 @@ struct Turns {
 }
 
 /// What to ask of a slot in its turn.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 enum Turn {
     /// The charges themselves.
     Make,
-    /// Their opposite.
+    /// The tokens back that were taken.
     Undo,
     /// Whether the tokens are there.
     Look,
@@ -303,11 +306,10 @@ enum Turn {
 
 impl Turn {
     fn charge(self, charge: &Charge) -> Charge {
-        charge.with(match (self, charge.amount()) {
-            (Self::Make, amount) => amount,
-            (Self::Undo, Amount::Take(tokens) | Amount::Spend(tokens)) => Amount::Give(tokens),
-            (Self::Undo, Amount::Give(tokens)) => Amount::Spend(tokens),
-            (Self::Undo | Self::Look, _) => Amount::Peek,
+        charge.with(match self {
+            Self::Make => charge.amount(),
+            Self::Undo => Amount::Give(charge.cost()),
+            Self::Look => Amount::Peek,
         })
     }
 
@@ -325,11 +327,13 @@ impl Turn {
 impl Turns {
     async fn acquire(&self, charges: &[Charge]) -> Answer {
         let mut replies = vec![None; charges.len()];
-        let enforced = self.by_slot(charges, |charge| !charge.is_shadow());
-        let mut made = 0;
-        let mut failure = None;
-        let mut refused = false;
-        for places in &enforced {
+        // First what can refuse, so that nothing else ever has to be undone: a debt or a refund may have been cut off at
+        // its bound. Shadow charges are made when all the others are.
+        let takes = self.by_slot(charges, |charge| !charge.is_shadow() && charge.cost() > 0);
+        let others = self.by_slot(charges, |charge| !charge.is_shadow() && charge.cost() == 0);
+        let shadows = self.by_slot(charges, Charge::is_shadow);
+        let (mut made, mut refused, mut failure) = (0, false, None);
+        for places in takes.iter().chain(&others) {
             match self.ask(Turn::Make, charges, places, &mut replies).await {
                 Ok(true) => made += 1,
                 Ok(false) => refused = true,
@@ -341,21 +345,20 @@ impl Turns {
         }
         if refused || failure.is_some() {
             // What does not reach its bucket is lost: never over the limit, briefly under it.
-            for places in &enforced[..made] {
-                failure = self.ask(Turn::Undo, charges, places, &mut replies).await.err().or(failure);
+            for places in takes.iter().take(made) {
+                let _ = self.ask(Turn::Undo, charges, places, &mut replies).await;
             }
         }
         if let Some(error) = failure {
             return Err(error);
         }
-        let rest = enforced.iter().skip(made + 1).map(|places| (Turn::Look, places));
-        let shadows = self.by_slot(charges, Charge::is_shadow);
+        let unasked = takes.iter().skip(made + 1).chain(&others).filter(|_| refused).map(|places| (Turn::Look, places));
         let shadows = shadows.iter().map(|places| (if refused { Turn::Look } else { Turn::Make }, places));
-        for (turn, places) in rest.chain(shadows) {
-            self.ask(turn, charges, places, &mut replies).await?;
+        for (turn, places) in unasked.chain(shadows) {
+            // The verdict is clear. Of what does not answer nothing is known.
+            let _ = self.ask(turn, charges, places, &mut replies).await;
         }
-        let replies: Vec<Reply> = replies.into_iter().flatten().collect();
-        Decision::new(charges, &replies).ok_or(RedisError::new(RedisErrorKind::Reply))
+        Ok(Decision::of_replies(charges, replies))
     }
 
     /// The places of the charges that `are` meant, slot by slot in order of the first of each.
@@ -381,8 +384,13 @@ impl Turns {
     ) -> Result<bool, RedisError> {
         let asked: Charges = places.iter().map(|place| turn.charge(&charges[*place])).collect();
         let decision = Arc::clone(&self.cluster).check(Arc::clone(&self.script), asked, self.within).await?;
-        for (place, outcome) in places.iter().zip(decision.outcomes()) {
-            replies[*place] = outcome.reply().map(|reply| turn.reply(&charges[*place], reply));
+        for (i, place) in places.iter().enumerate() {
+            let charge = &charges[*place];
+            // Of a bucket that is given back twice, what it holds in the end.
+            let same = |other: &usize| turn == Turn::Undo && charges[places[*other]].is_same_bucket(charge);
+            let last = (i + 1..places.len()).rev().find(same).unwrap_or(i);
+            let reply = decision.outcomes().get(last).and_then(Outcome::reply);
+            replies[*place] = reply.map(|reply| turn.reply(charge, reply));
         }
         Ok(decision.is_allowed())
     }

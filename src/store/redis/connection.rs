@@ -95,6 +95,15 @@ impl Access {
         &self,
         on_push: impl Fn(PushInfo) + Send + Sync + 'static,
     ) -> RedisResult<MultiplexedConnection> {
+        // Without one rustls panics.
+        #[cfg(feature = "rustls")]
+        if matches!(self.info.addr(), ConnectionAddr::TcpTls { .. })
+            && rustls::crypto::CryptoProvider::get_default().is_none()
+        {
+            let text = "TLS needs a provider of cryptography: the application has to install one, such as with \
+                        rustls::crypto::ring::default_provider().install_default()";
+            return Err((ErrorKind::InvalidClientConfig, text).into());
+        }
         let config = AsyncConnectionConfig::new()
             .set_connection_timeout(Some(CONNECT_TIMEOUT))
             // Those who ask have deadlines of their own.
@@ -243,7 +252,8 @@ impl Shared {
         };
         link.connecting = Some(Instant::now());
         link.attempts += 1;
-        let attempt = Attempt { shared: Arc::clone(self), generation: link.attempts };
+        let result = Err((ErrorKind::Io, "the attempt to connect was not brought to its end").into());
+        let attempt = Attempt { shared: Arc::clone(self), generation: link.attempts, result };
         runtime.spawn(attempt.connect());
         Ok(None)
     }
@@ -261,10 +271,11 @@ impl Shared {
 struct Attempt {
     shared: Arc<Shared>,
     generation: Generation,
+    result: RedisResult<()>,
 }
 
 impl Attempt {
-    async fn connect(self) {
+    async fn connect(mut self) {
         let (shared, generation) = (Arc::downgrade(&self.shared), self.generation);
         let on_push = move |push: PushInfo| {
             if push.kind == PushKind::Disconnection
@@ -282,22 +293,20 @@ impl Attempt {
                 Err(error) => Err(error),
             },
         };
-        let mut link = self.shared.link();
-        match made {
+        self.result = made.map(|inner| {
+            let mut link = self.shared.link();
             // Another attempt may have been quicker, and its connection lost again.
-            Ok(inner) if link.open.is_none() && generation > *self.shared.lost.borrow() => {
+            if link.open.is_none() && generation > *self.shared.lost.borrow() {
                 link.open = Some(Open { inner, generation });
-                link.failed = None;
             }
-            Ok(_) => {}
-            Err(error) => link.failed = Some((Instant::now(), error)),
-        }
+        });
     }
 }
 
 impl Drop for Attempt {
     fn drop(&mut self) {
         let mut link = self.shared.link();
+        link.failed = std::mem::replace(&mut self.result, Ok(())).err().map(|error| (Instant::now(), error));
         if link.attempts == self.generation {
             link.connecting = None;
         }
