@@ -77,6 +77,7 @@
 //! |---|---|---|
 //! | `axum` | the peer address, the matched route and the original path that axum knows | yes |
 //! | `redis` | `RedisStore` | yes |
+//! | `rustls` | TLS to Redis | |
 //! | `tracing` | events instead of the few lines on stderr | |
 //! | `serde` | `config`: limits from a file | |
 //! | `conformance` | `conformance`: tests and the exact model for those who write a store | |
