@@ -31,6 +31,8 @@ const PAUSE: Duration = Duration::from_millis(100);
 const LOOK_MAX: Duration = Duration::from_secs(5);
 /// How often a check follows where it is sent: each time the answer proves that nothing ran.
 const REDIRECTS: u32 = 3;
+/// How long each turn of charges on several slots may take, where no deadline is known: nobody drops them.
+const TURN_MAX: Duration = Duration::from_secs(1);
 /// Before a check asks once more for keys of which some have moved.
 const TRY_AGAIN: Duration = Duration::from_millis(5);
 
@@ -383,7 +385,9 @@ impl Turns {
         replies: &mut [Option<Reply>],
     ) -> Result<bool, RedisError> {
         let asked: Charges = places.iter().map(|place| turn.charge(&charges[*place])).collect();
-        let decision = Arc::clone(&self.cluster).check(Arc::clone(&self.script), asked, self.within).await?;
+        let check = Arc::clone(&self.cluster).check(Arc::clone(&self.script), asked, self.within);
+        let within = self.within.unwrap_or(TURN_MAX);
+        let decision = timeout(within, check).await.unwrap_or(Err(RedisError::new(RedisErrorKind::Late)))?;
         for (i, place) in places.iter().enumerate() {
             let charge = &charges[*place];
             // Of a bucket that is given back twice, what it holds in the end.

@@ -40,7 +40,7 @@ pub enum RedisErrorKind {
     Bucket,
     /// The connection was lost before the answer came: the tokens may have been taken.
     Lost,
-    /// The caller gave up before an answer came: the tokens may have been taken. Only ever counted, since nobody is
+    /// The caller gave up before an answer came: the tokens may have been taken. Mostly only counted, since nobody is
     /// there to receive it.
     Late,
     /// An answer that is not the script's: the tokens may have been taken.
