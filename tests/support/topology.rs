@@ -5,7 +5,7 @@
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use crate::server::{Server, Value};
+use crate::server::{Server, Value, encode};
 
 const SLOTS: u16 = 16_384;
 /// The name that sentinels know the primary by.
@@ -23,9 +23,17 @@ pub(crate) fn until(what: &str, is: impl Fn() -> bool) {
     }
 }
 
+/// The answer on a connection of its own: a server closes those that it has when it becomes a primary, or a replica.
+fn ask(server: &Server, args: &[&str]) -> Value {
+    let mut command = Vec::new();
+    encode(&mut command, args);
+    let mut connection = server.connect();
+    connection.send(&command).and_then(|()| connection.receive()).unwrap_or(Value::Nil)
+}
+
 /// The lines of an answer that is one text.
 fn text(server: &Server, args: &[&str]) -> String {
-    server.command(args).text().unwrap_or_default().to_owned()
+    ask(server, args).text().unwrap_or_default().to_owned()
 }
 
 /// The rest of a line of `INFO` that starts with `name`.
@@ -101,6 +109,20 @@ impl Cluster {
         self.nodes.iter().map(Server::url).collect()
     }
 
+    /// How often a command was called on all nodes.
+    pub(crate) fn calls(&self, name: &str) -> u64 {
+        self.nodes.iter().map(|node| node.calls(name)).sum()
+    }
+
+    /// How many errors of this code all nodes have given.
+    pub(crate) fn errors(&self, code: &str) -> u64 {
+        let of = |node: &Server| -> Option<u64> {
+            let stats = text(node, &["INFO", "errorstats"]);
+            stats.lines().find_map(|line| line.strip_prefix(&format!("errorstat_{code}:count=")))?.trim().parse().ok()
+        };
+        self.nodes.iter().filter_map(of).sum()
+    }
+
     /// The slot of a key.
     pub(crate) fn slot(&self, key: &str) -> u16 {
         let running = self.nodes.iter().find(|node| node.pid() != 0).expect("one runs");
@@ -110,7 +132,7 @@ impl Cluster {
     /// The primary that has a slot by now, as it says itself.
     pub(crate) fn owner(&self, slot: u16) -> Option<&Server> {
         let has = |node: &&Server| {
-            let Value::Array(ranges) = node.command(&["CLUSTER", "SLOTS"]) else { return false };
+            let Value::Array(ranges) = ask(node, &["CLUSTER", "SLOTS"]) else { return false };
             ranges.iter().any(|range| {
                 let Value::Array(range) = range else { return false };
                 let Value::Array(primary) = &range[2] else { return false };
@@ -128,25 +150,40 @@ impl Cluster {
         self.nodes[from].query(&["CLUSTER", "SETSLOT", &slot, "MIGRATING", &self.id(to)]);
     }
 
-    /// Moves the keys of a slot, and then the slot.
-    pub(crate) fn end_move(&self, slot: u16, from: usize, to: usize) {
-        let (number, port) = (slot.to_string(), self.nodes[to].port().to_string());
-        loop {
-            let Value::Array(keys) = self.nodes[from].query(&["CLUSTER", "GETKEYSINSLOT", &number, "100"]) else {
-                break;
-            };
-            if keys.is_empty() {
-                break;
-            }
-            for key in keys.iter().filter_map(Value::text) {
-                self.nodes[from].query(&["MIGRATE", "127.0.0.1", &port, key, "0", "5000"]);
-            }
+    /// Moves the keys of a slot that is on its way.
+    pub(crate) fn move_keys(&self, slot: u16, from: usize, to: usize) {
+        let next = || match self.nodes[from].query(&["CLUSTER", "GETKEYSINSLOT", &slot.to_string(), "1"]) {
+            Value::Array(keys) => keys.first().and_then(Value::text).map(str::to_owned),
+            _ => None,
+        };
+        while let Some(key) = next() {
+            self.move_key(&key, from, to);
         }
+    }
+
+    /// Moves one key of a slot that is on its way.
+    pub(crate) fn move_key(&self, key: &str, from: usize, to: usize) {
+        let port = self.nodes[to].port().to_string();
+        self.nodes[from].query(&["MIGRATE", "127.0.0.1", &port, key, "0", "5000"]);
+    }
+
+    /// Moves the keys of a slot that are left, and then the slot.
+    pub(crate) fn end_move(&self, slot: u16, from: usize, to: usize) {
+        let number = slot.to_string();
+        self.move_keys(slot, from, to);
         let id = self.id(to);
         for node in [to, from].into_iter().chain((0..self.primaries).filter(|node| ![to, from].contains(node))) {
             self.nodes[node].query(&["CLUSTER", "SETSLOT", &number, "NODE", &id]);
         }
     }
+}
+
+/// The configuration of a sentinel that takes the server on this port for the primary.
+pub(crate) fn monitor(primary: u16, lines: &str) -> String {
+    format!(
+        "sentinel monitor {MASTER} 127.0.0.1 {primary} 2\nsentinel down-after-milliseconds {MASTER} 500\n\
+         sentinel failover-timeout {MASTER} 3000\n{lines}\n"
+    )
 }
 
 /// A primary with replicas, and the sentinels that watch it.
@@ -172,10 +209,7 @@ impl Watched {
             replica.query(&["REPLICAOF", "127.0.0.1", &primary]);
         }
         until("replicas are in step", || servers[1..].iter().all(|it| info(it, "master_link_status:") == "up"));
-        let config = format!(
-            "sentinel monitor {MASTER} 127.0.0.1 {primary} 2\nsentinel down-after-milliseconds {MASTER} 500\n\
-             sentinel failover-timeout {MASTER} 3000\n{lines}\n"
-        );
+        let config = monitor(servers[0].port(), lines);
         let sentinels: Vec<_> = (0..3).map(|_| Server::start_sentinel(&config)).collect();
         until("sentinels know each other and the replicas", || {
             sentinels.iter().all(|it| {
