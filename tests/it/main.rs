@@ -1,6 +1,9 @@
 //! All integration tests, in one binary.
 #![allow(clippy::unwrap_used)] // A test that fails may panic.
 
+#[cfg(feature = "rustls")]
+#[path = "../support/tls.rs"]
+mod certificates;
 #[path = "../support/log.rs"]
 mod log;
 #[path = "../support/proxy.rs"]
@@ -27,5 +30,7 @@ mod redis_store;
 mod reload;
 mod servers;
 mod settle;
+#[cfg(feature = "rustls")]
+mod tls;
 mod topologies;
 mod verbs;
