@@ -36,9 +36,9 @@ fn text(server: &Server, args: &[&str]) -> String {
     ask(server, args).text().unwrap_or_default().to_owned()
 }
 
-/// The rest of a line of `INFO` that starts with `name`.
+/// The rest of a line of `INFO all` that starts with `name`.
 pub(crate) fn info(server: &Server, name: &str) -> String {
-    let info = text(server, &["INFO"]);
+    let info = text(server, &["INFO", "ALL"]);
     info.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default().trim().to_owned()
 }
 

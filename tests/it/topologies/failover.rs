@@ -183,3 +183,62 @@ async fn a_primary_that_becomes_a_replica_is_left() {
     answers.check_statuses();
     answers.check_rule_2(QUOTA, 1, "switch");
 }
+
+/// As above, and the connections to the old one stay open: nothing but silence tells that it is gone.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_primary_that_hangs_is_left_for_the_one_that_the_sentinels_promote() {
+    let watched = Arc::new(Watched::start());
+    let key = BucketKey::id("hangs");
+    let store = RedisStore::sentinel(watched.urls(), MASTER).await.unwrap();
+    let load = Load::start(policies(store.clone()), vec![vec![key]], 500);
+    sleep(Duration::from_millis(300)).await;
+    watched.servers[0].freeze();
+    let frozen = load.now();
+    let servers = Arc::clone(&watched);
+    until_then("a replica is promoted", move || {
+        servers.servers[1..].iter().any(|it| crate::topology::info(it, "role:") == "master")
+    })
+    .await;
+    let promoted = load.now();
+    let healed = load.healed(0, frozen, 50).await;
+    assert!(healed < promoted + HEAL_MAX, "promoted after {promoted:?}, healed after {healed:?}");
+    // The old one wakes up, and still takes itself for the primary.
+    watched.servers[0].thaw();
+    // Its connections are closed when it is made a replica.
+    let calls = || crate::topology::info(&watched.servers[0], "cmdstat_evalsha:calls=");
+    let before = calls();
+    sleep(Duration::from_millis(300)).await;
+    assert_eq!(calls(), before, "nobody asks it");
+    let answers = load.end().await;
+    println!("frozen {frozen:?}, promoted {promoted:?}, healed {healed:?}, {} attempts", store.connections().unwrap());
+    answers.check_statuses();
+    answers.check_rule_2(QUOTA, 1, "hangs");
+    answers.check_deadline("hangs");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_primary_of_a_cluster_that_hangs_is_left_for_its_replica() {
+    // Without the slots of one node, none is served: the policy answers for all until the replica is there.
+    let cluster = Arc::new(Cluster::start(3, 1));
+    let keys = identities(&cluster, "hangs");
+    let store = RedisStore::cluster(cluster.urls()).await.unwrap();
+    let load = Load::start(policies(store.clone()), keys.iter().map(|key| vec![*key]).collect(), 500);
+    sleep(Duration::from_millis(300)).await;
+    cluster.nodes[2].freeze();
+    let frozen = load.now();
+    let servers = Arc::clone(&cluster);
+    until_then("the replica is promoted", move || crate::topology::info(&servers.nodes[5], "role:") == "master").await;
+    let promoted = load.now();
+    let mut healed = Duration::ZERO;
+    for who in 0..3 {
+        healed = healed.max(load.healed(who, promoted, 30).await);
+    }
+    assert!(healed < promoted + HEAL_MAX, "promoted after {promoted:?}, healed after {healed:?}");
+    cluster.nodes[2].thaw();
+    sleep(Duration::from_millis(300)).await;
+    let answers = load.end().await;
+    println!("frozen {frozen:?}, promoted {promoted:?}, healed {healed:?}");
+    answers.check_statuses();
+    answers.check_rule_2(QUOTA, 1, "cluster hangs");
+    answers.check_deadline("cluster hangs");
+}

@@ -189,3 +189,28 @@ async fn one_seed_that_answers_is_enough() {
     })
     .await;
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_was_charged_before_a_node_failed_is_given_back() {
+    let cluster = independent();
+    let keys = identities(&cluster, "given back");
+    let store = RedisStore::cluster(cluster.urls()).await.unwrap();
+    let layer = TokenBucketLayer::new(store.clone(), limit("a", slow(1000), 0)).and(limit("b", slow(1000), 1));
+    let service = service(&layer);
+    let load = Load::start(service, vec![keys], 300);
+    sleep(Duration::from_millis(300)).await;
+    cluster.nodes[1].kill();
+    sleep(Duration::from_millis(700)).await;
+    let answers = load.end().await;
+    let (failed, admitted) = (answers.failed(0), answers.admitted(0, Source::Store));
+    let left = level(&cluster.nodes[0], "a", identity(&cluster, "given back", 0));
+    println!("{admitted} admitted by the store, {failed} answered by the policy, {left} of 1000 left");
+    answers.check_statuses();
+    answers.check_deadline("given back");
+    assert!(failed > 50);
+    // Of a request whose deadline has passed, or whose answer was lost, it is not known.
+    let unknown = store.failures(RedisErrorKind::Lost) + store.failures(RedisErrorKind::Late);
+    let late = answers.all.iter().filter(|it| it.took >= DEADLINE).count() as u64;
+    assert!((1000 - left) as u64 <= admitted + unknown + late, "{unknown} unknown, {late} late");
+    assert!((1000 - left) as u64 >= admitted);
+}
