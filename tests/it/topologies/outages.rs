@@ -214,3 +214,29 @@ async fn what_was_charged_before_a_node_failed_is_given_back() {
     assert!((1000 - left) as u64 <= admitted + unknown + late, "{unknown} unknown, {late} late");
     assert!((1000 - left) as u64 >= admitted);
 }
+
+/// As it does for requests on one identity, and what waits leaves with its caller: otherwise each request waits for its
+/// deadline, and all that ever waited are charged when the node is back.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_frozen_node_opens_its_breaker_for_requests_on_two_identities_too() {
+    let cluster = independent();
+    let keys = identities(&cluster, "two frozen");
+    let store = RedisStore::cluster(cluster.urls()).await.unwrap();
+    let layer = TokenBucketLayer::new(store.clone(), limit("a", slow(600_000), 0)).and(limit("b", slow(600_000), 1));
+    let service = service(&layer);
+    let both = [keys[0], keys[1]];
+    assert_eq!(service.clone().oneshot(request(&both)).await.unwrap().status(), 200);
+    cluster.nodes[1].freeze();
+    let load = Load::start(service, vec![both.to_vec()], 300);
+    sleep(Duration::from_millis(1000)).await;
+    let answers = load.end().await;
+    let health = health(&store, &cluster.nodes[1]);
+    let took = answers.all.iter().rev().take(100).map(|it| it.took).max().unwrap();
+    cluster.nodes[1].thaw();
+    // What was on the wire is carried out: of what waited, nobody waits any more.
+    sleep(Duration::from_millis(1000)).await;
+    let taken = 600_000 - level(&cluster.nodes[1], "b", keys[1]) - 1;
+    println!("{health:?}; the last 100 requests took at most {took:?}; {taken} of {} charged late", answers.all.len());
+    assert_ne!(health, Health::Closed, "the last 100 requests took up to {took:?}");
+    assert!(taken <= 64, "{taken} tokens were taken after their callers had gone");
+}
