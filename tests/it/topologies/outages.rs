@@ -3,7 +3,7 @@
 
 use super::*;
 use std::net::{Ipv4Addr, TcpListener};
-use tower_token_bucket::{Health, RedisErrorKind};
+use tower_token_bucket::{Health, OnStoreFailure, RedisErrorKind};
 
 const QUOTA: Quota = Quota::per_second(1000);
 
@@ -239,4 +239,26 @@ async fn a_frozen_node_opens_its_breaker_for_requests_on_two_identities_too() {
     println!("{health:?}; the last 100 requests took at most {took:?}; {taken} of {} charged late", answers.all.len());
     assert_ne!(health, Health::Closed, "the last 100 requests took up to {took:?}");
     assert!(taken <= 64, "{taken} tokens were taken after their callers had gone");
+}
+
+/// A shadow limit keeps nobody out, also when its node is gone.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_shadow_limit_whose_node_is_down_keeps_nobody_out_and_costs_no_token() {
+    let cluster = independent();
+    let keys = identities(&cluster, "shadow down");
+    let store = RedisStore::cluster(cluster.urls()).await.unwrap();
+    let layer = TokenBucketLayer::new(store.clone(), limit("enforced", slow(100), 0))
+        .and(limit("watching", slow(100), 1).shadow())
+        .on_store_failure(OnStoreFailure::Deny);
+    let service = service(&layer);
+    assert_eq!(service.clone().oneshot(request(&keys)).await.unwrap().status(), 200);
+    cluster.nodes[1].kill();
+    let mut statuses = Vec::new();
+    for _ in 0..20 {
+        statuses.push(service.clone().oneshot(request(&keys)).await.unwrap().status().as_u16());
+    }
+    let admitted = 1 + statuses.iter().filter(|status| **status == 200).count() as i64;
+    let left = level(&cluster.nodes[0], "enforced", keys[0]);
+    assert_eq!(left, 100 - admitted, "{statuses:?}: what was not admitted is not charged");
+    assert_eq!(admitted, 21, "{statuses:?}");
 }
