@@ -161,3 +161,20 @@ fn a_primary_is_found_over_tls_by_sentinels_that_speak_it() {
     assert_eq!(client(&format!("sentinel rediss://127.0.0.1:{}", ports[1]), &authority), "kept");
     assert!(server.calls("evalsha") > 0);
 }
+
+/// rustls has no provider of cryptography by itself.
+#[test]
+fn without_a_provider_of_cryptography_connecting_is_an_error_and_no_panic() {
+    let authority = Authority::new();
+    let (_server, url) = server(&authority);
+    let result = client(&format!("unprepared {url}"), &authority);
+    assert!(result.contains("provider"), "{result}");
+}
+
+#[test]
+fn a_provider_that_is_installed_late_is_found() {
+    let authority = Authority::new();
+    let (_server, url) = server(&authority);
+    let result = client(&format!("unprepared-at-first {url}"), &authority);
+    assert!(result == "healed" || result.contains("not connected"), "{result}");
+}
