@@ -234,3 +234,21 @@ async fn a_client_is_told_of_all_limits_on_all_nodes() {
         assert_eq!(told[0].1.len(), 3);
     }
 }
+
+/// What is clamped at the end of a debt, or at the capacity, is less than what was asked for: to give that back is too
+/// much.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_charged_without_asking_beside_a_charge_that_refuses_leaves_no_trace() {
+    let cluster = shared();
+    let keys = identities(cluster, "clamped");
+    let store = RedisStore::cluster(cluster.urls()).await.unwrap();
+    let one = |amount| charge("clamped", keys[0], slow(10), amount);
+    let refuses = take("clamped", keys[1], slow(10), 11);
+    let level = || level(owner(cluster, keys[0]), "clamped", keys[0]);
+    for (first, amount, right) in [(Amount::Spend(19), Amount::Spend(5), -9), (Amount::Give(18), Amount::Give(5), 9)] {
+        store.acquire(&[one(first)]).await.unwrap();
+        assert_eq!(level(), right);
+        assert!(!store.acquire(&[one(amount), refuses.clone()]).await.unwrap().is_allowed());
+        assert_eq!(level(), right, "after a refused request of {amount:?}");
+    }
+}
