@@ -252,3 +252,20 @@ async fn what_is_charged_without_asking_beside_a_charge_that_refuses_leaves_no_t
         assert_eq!(level(), right, "after a refused request of {amount:?}");
     }
 }
+
+/// As [`MemoryStore`] does: the level of a bucket is the same for all charges of a request that is refused.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_bucket_that_a_refused_request_names_twice_is_reported_as_it_was() {
+    let cluster = shared();
+    let keys = identities(cluster, "twice");
+    let charges = [
+        take("twice", keys[0], slow(10), 2),
+        take("twice", keys[0], slow(10), 3),
+        take("other", keys[1], slow(10), 11),
+    ];
+    let remaining = |decision: Decision| decision.outcomes().iter().map(Outcome::remaining).collect::<Vec<_>>();
+    let in_memory = remaining(MemoryStore::new().acquire(&charges).await.unwrap());
+    assert_eq!(in_memory, [Some(10); 3]);
+    let store = RedisStore::cluster(cluster.urls()).await.unwrap();
+    assert_eq!(remaining(store.acquire(&charges).await.unwrap()), in_memory);
+}
