@@ -168,3 +168,21 @@ async fn scripts_that_are_flushed_on_all_nodes_are_sent_again_to_the_node_that_n
     assert_eq!(cluster.calls("script|load"), 0);
     assert_eq!(cluster.calls("eval"), cluster.errors("NOSCRIPT"), "one EVAL for each NOSCRIPT");
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_check_that_follows_a_slot_in_vain_is_counted_as_a_failure() {
+    let cluster = shared();
+    let key = identity(cluster, "counted", 0);
+    let slot = cluster.slot(&tag(key));
+    let store = RedisStore::cluster(cluster.urls()).await.unwrap();
+    let both = [take("a", key, slow(50), 1), take("b", key, slow(50), 1)];
+    store.acquire(&both).await.unwrap();
+    cluster.begin_move(slot, 0, 1);
+    cluster.move_key(&name_of("a", key), 0, 1);
+    let error = store.acquire(&both).await.unwrap_err();
+    cluster.end_move(slot, 0, 1);
+    cluster.begin_move(slot, 1, 0);
+    cluster.end_move(slot, 1, 0);
+    assert_eq!(error.kind(), RedisErrorKind::Unavailable, "{error}");
+    assert_eq!(store.failures(RedisErrorKind::Unavailable), 1, "{error}");
+}
