@@ -262,3 +262,22 @@ async fn a_shadow_limit_whose_node_is_down_keeps_nobody_out_and_costs_no_token()
     assert_eq!(left, 100 - admitted, "{statuses:?}: what was not admitted is not charged");
     assert_eq!(admitted, 21, "{statuses:?}");
 }
+
+/// A store outlives the runtime that made it: a static one does, and one of a test.
+#[test]
+fn a_store_whose_runtime_ends_while_it_looks_at_the_slots_looks_again() {
+    let cluster = shared();
+    // They take connections and never answer: longer than the first connection is waited for.
+    let silent: Vec<_> = (0..2).map(|_| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap()).collect();
+    let urls = silent.iter().map(|it| format!("redis://{}", it.local_addr().unwrap())).chain([cluster.nodes[0].url()]);
+    let first = tokio::runtime::Runtime::new().unwrap();
+    let store = first.block_on(RedisStore::cluster(urls)).unwrap();
+    first.shutdown_background();
+    tokio::runtime::Runtime::new().unwrap().block_on(async {
+        let charge = [take("runtime", BucketKey::global(), slow(50), 1)];
+        let started = Instant::now();
+        while !matches!(tokio::time::timeout(DEADLINE, store.acquire(&charge)).await, Ok(Ok(_))) {
+            assert!(started.elapsed() < HEAL_MAX, "no other look at the slots");
+        }
+    });
+}
