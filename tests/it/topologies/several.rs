@@ -117,10 +117,11 @@ async fn requests_that_are_dropped_at_any_point_never_let_more_pass() {
                         .await
                     }
                 };
-                let sums = match decision.map(|decision| decision.expect("the store answers").is_allowed()) {
-                    None => &mut dropped,
-                    Some(true) => &mut admitted,
-                    Some(false) => continue,
+                let sums = match decision {
+                    // Those that are dropped late count as failures of the node: the breaker may open.
+                    None | Some(Err(_)) => &mut dropped,
+                    Some(Ok(decision)) if decision.is_allowed() => &mut admitted,
+                    Some(Ok(_)) => continue,
                 };
                 which.iter().zip(&charges).for_each(|(which, charge)| sums[*which] += charge.cost());
             }
@@ -157,7 +158,7 @@ async fn limits_on_several_nodes_report_what_one_step_in_memory_reports() {
     let memory = MemoryStore::new();
     let mut random = Random::new();
     // Periods and capacities of which no small multiples are equal, so that there is one longest wait and one least share.
-    let quotas = [(11, 3600), (13, 5003), (17, 7919)]
+    let quotas = [(11, 3600), (13, 5003), (17, 7919), (19, 4201), (23, 6007), (29, 9001)]
         .map(|(capacity, seconds)| Quota::new(1, Duration::from_secs(seconds)).with_capacity(capacity));
     let (mut refused, mut in_turn) = (0, 0);
     for round in 0..60 {
@@ -174,7 +175,7 @@ async fn limits_on_several_nodes_report_what_one_step_in_memory_reports() {
                         1 => Amount::Take(18),
                         cost => Amount::Take(cost / 2),
                     };
-                    let charge = charge(name, keys[which], quotas[which], amount);
+                    let charge = charge(name, keys[which], quotas[bucket], amount);
                     if random.below(4) == 0 { charge.shadow() } else { charge }
                 })
                 .collect();
