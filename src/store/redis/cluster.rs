@@ -27,8 +27,8 @@ const SLOTS: usize = 16_384;
 const PATIENCE: Duration = Duration::from_millis(300);
 /// At least so long passes from one look at the slots to the next.
 const PAUSE: Duration = Duration::from_millis(100);
-/// After this long a look that has not ended is forgotten: its runtime does not run it.
-const LOOK_MAX: Duration = Duration::from_secs(5);
+/// After this long another look may begin beside one that hangs, or that nobody runs.
+const LOOK_AGAIN: Duration = Duration::from_millis(500);
 /// How often a check follows where it is sent: each time the answer proves that nothing ran.
 const REDIRECTS: u32 = 3;
 /// How long each turn of charges on several slots may take, where no deadline is known: nobody drops them.
@@ -140,7 +140,7 @@ impl Cluster {
                 }
             }
             // The sender is part of `self`. A look that nobody runs does not end.
-            let _ = timeout(LOOK_MAX, looked.changed()).await;
+            let _ = timeout(LOOK_AGAIN, looked.changed()).await;
         }
     }
 
@@ -153,7 +153,7 @@ impl Cluster {
     fn look(self: &Arc<Self>) {
         let Ok(runtime) = Handle::try_current() else { return };
         let mut state = self.state();
-        let is_looking = state.looking.is_some_and(|since| since.elapsed() < LOOK_MAX);
+        let is_looking = state.looking.is_some_and(|since| since.elapsed() < LOOK_AGAIN);
         if !is_looking && state.last.is_none_or(|last| last.elapsed() >= PAUSE) {
             state.looking = Some(Instant::now());
             runtime.spawn(Arc::clone(self).look_now());

@@ -224,11 +224,36 @@ impl fmt::Debug for RedisError {
     }
 }
 
-/// A text of the server in one line, up to where it quotes what it was sent: there may be a password or a bucket key.
+/// The commands that a store sends, as servers name them.
+const COMMANDS: [&str; 14] = [
+    "asking",
+    "auth",
+    "client",
+    "client|setinfo",
+    "cluster",
+    "cluster|slots",
+    "eval",
+    "evalsha",
+    "get",
+    "hello",
+    "mget",
+    "select",
+    "set",
+    "time",
+];
+
+/// A text of the server in one line, up to where it quotes anything but a command: it may be a password or a bucket key.
 fn without_quotations(text: &str) -> String {
-    let text = text.split(['\'', '"', '`']).next().unwrap_or_default().trim_end();
+    let mut parts = text.split(['\'', '"', '`']);
+    let mut shown = parts.next().unwrap_or_default().to_owned();
+    while let (Some(quoted), Some(rest)) = (parts.next(), parts.next()) {
+        if !COMMANDS.contains(&quoted.to_ascii_lowercase().as_str()) {
+            break;
+        }
+        shown.extend(["'", quoted, "'", rest]);
+    }
     let line = |c: char| if c.is_control() || matches!(c, '\u{2028}' | '\u{2029}') { ' ' } else { c };
-    text.chars().map(line).take(200).collect()
+    shown.trim_end().chars().map(line).take(200).collect()
 }
 
 impl Error for RedisError {}

@@ -68,7 +68,9 @@ async fn a_node_that_is_frozen_fails_its_own_slots_only_and_heals_by_itself() {
         let (failed, all) = (answers.failed(who), answers.of(who).count());
         assert!(failed * 20 <= all, "{failed} of {all} requests on a node that is well were answered by the policy");
     }
-    assert_eq!(store.connections(), Some(3), "the connections are the same");
+    // A probe that gets no answer ends its connection, which may be what is dead: there are a few.
+    let connections = store.connections().unwrap();
+    assert!((3..=3 + 6).contains(&connections), "{connections} connections");
 
     // It comes back while nobody asks: the first request finds it.
     cluster.nodes[1].freeze();
