@@ -1,8 +1,6 @@
 //! One connection to one server, made when it is needed and made anew when it is lost.
 
 use std::fmt;
-#[cfg(feature = "rustls")]
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -98,7 +96,10 @@ impl Access {
         on_push: impl Fn(PushInfo) + Send + Sync + 'static,
     ) -> RedisResult<MultiplexedConnection> {
         #[cfg(feature = "rustls")]
-        if matches!(self.info.addr(), ConnectionAddr::TcpTls { .. }) && !has_crypto_provider() {
+        if matches!(self.info.addr(), ConnectionAddr::TcpTls { .. })
+            // Without one rustls panics, unless it finds exactly one that is compiled in, which a dependency can change.
+            && rustls::crypto::CryptoProvider::get_default().is_none()
+        {
             let text = "TLS needs a provider of cryptography: the application has to install one, such as with \
                         rustls::crypto::ring::default_provider().install_default()";
             return Err((ErrorKind::InvalidClientConfig, text).into());
@@ -113,22 +114,6 @@ impl Access {
             });
         Client::open(self.info.clone())?.get_multiplexed_async_connection_with_config(&config).await
     }
-}
-
-/// Whether rustls has a provider of cryptography, or finds the only one that was compiled in. Without it rustls panics.
-#[cfg(feature = "rustls")]
-fn has_crypto_provider() -> bool {
-    static NONE_COMPILED_IN: AtomicBool = AtomicBool::new(false);
-    if rustls::crypto::CryptoProvider::get_default().is_some() {
-        return true;
-    }
-    // What is compiled in does not change: one panic is enough.
-    if NONE_COMPILED_IN.load(Ordering::Relaxed) {
-        return false;
-    }
-    let found = std::panic::catch_unwind(|| drop(rustls::ClientConfig::builder())).is_ok();
-    NONE_COMPILED_IN.store(!found, Ordering::Relaxed);
-    found
 }
 
 /// The address, without a password.
