@@ -305,6 +305,8 @@ pub(super) struct Check {
     node: Arc<Node>,
     ticket: Option<Ticket>,
     patience: Duration,
+    /// Redirections are followed.
+    follows: bool,
     stage: Stage,
 }
 
@@ -322,7 +324,13 @@ impl Check {
     pub(super) fn new(node: Arc<Node>, script: Arc<Script>, charges: &[Charge], deadline: Option<Duration>) -> Self {
         let question = Question { script, charges: charges.iter().cloned().collect(), moving: false };
         let patience = deadline.map_or(PATIENCE, |deadline| deadline.min(PATIENCE));
-        Self { node, ticket: None, patience, stage: Stage::New(question) }
+        Self { node, ticket: None, patience, follows: false, stage: Stage::New(question) }
+    }
+
+    /// The same on a node of a cluster, whose caller follows its redirections.
+    pub(super) fn in_a_cluster(mut self) -> Self {
+        self.follows = true;
+        self
     }
 
     /// The same for keys that are on their way to this server.
@@ -335,9 +343,12 @@ impl Check {
 
     /// The end of a check whose caller is there.
     fn end(&mut self, result: &Result<Decision, RedisError>) {
-        // Where else the key is does not make this server fail.
-        let result =
-            &result.as_ref().map(drop).or_else(|error| if error.redirect().is_some() { Ok(()) } else { Err(error) });
+        // Where else the key is does not make this server fail, where that is followed.
+        let is_followed = |error: &RedisError| self.follows && error.redirect().is_some();
+        let result = match result {
+            Err(error) if !is_followed(error) => Err(error),
+            Ok(_) | Err(_) => Ok(()),
+        };
         if let Err(error) = result {
             self.node.counts.add(error.kind());
         }
