@@ -16,7 +16,7 @@ use http::{Request, Response};
 use http_body_util::{BodyExt, Full};
 use tokio::sync::RwLock;
 use tokio::task::JoinSet;
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 use tower::util::BoxCloneSyncService;
 use tower::{Layer, ServiceExt, service_fn};
 use tower_token_bucket::{
@@ -1455,4 +1455,36 @@ async fn what_waits_when_the_breaker_opens_is_not_sent() {
     assert!(requests.join_all().await.iter().all(|status| *status == 503));
     let sent = fake.commands().iter().filter(|name| name.starts_with("EVAL")).count();
     assert!(sent <= 64 + 5, "{sent} of 1000 were sent, though the first 5 answers open the breaker");
+}
+
+/// Otherwise whoever hangs up could have the limits of everybody decided by the policy.
+#[tokio::test]
+async fn clients_that_hang_up_open_no_breaker_and_those_that_wait_on_a_silent_server_do() {
+    let _quiet = QUIET.read().await;
+    let server = Server::start();
+    let proxy = Proxy::start(server.port()).await;
+    let store = RedisStore::connect(&proxy.url()).await.unwrap();
+    let layer = TokenBucketLayer::new(store.clone(), limit("hung")).on_store_failure(Deny).deadline(2000 * MS);
+    let service = counted(&layer, &Arc::default());
+    assert_eq!(Answer::to(&service, get()).await.source(), Source::Store);
+    proxy.set(Mode::Delay(30 * MS)).await;
+    for _ in 0..10 {
+        let mut requests = JoinSet::new();
+        for _ in 0..20 {
+            let service = service.clone();
+            requests.spawn(timeout(20 * MS, async move { Answer::to(&service, get()).await.status }));
+        }
+        assert!(requests.join_all().await.iter().all(|answer| answer.is_err()), "they hang up");
+        assert_eq!(store.health(), Health::Closed);
+    }
+    assert_eq!(Answer::to(&service, get()).await.source(), Source::Store);
+    // The same clients, and a server that does not answer within the deadline either.
+    let layer = layer.deadline(100 * MS);
+    let service = counted(&layer, &Arc::default());
+    proxy.set(Mode::Drop).await;
+    let until = Instant::now() + 5000 * MS;
+    while store.health() == Health::Closed {
+        let _ = timeout(20 * MS, Answer::to(&service, get())).await;
+        assert!(Instant::now() < until, "the breaker opens");
+    }
 }

@@ -1,7 +1,7 @@
 //! Whether a server is asked at all: not for a while after it has failed a few times in a row.
 
 use std::fmt;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -11,6 +11,8 @@ use tokio::time::Instant;
 const FAILURES: u32 = 5;
 /// How long it is open at first. Each probe that fails doubles that, up to [`PAUSE_MAX`].
 const PAUSE: Duration = Duration::from_millis(100);
+/// It is said to be well after this long without opening again: where only some checks fail it could flap.
+const QUIET: Duration = Duration::from_secs(1);
 /// Short enough to be well again within a second of the server's return.
 const PAUSE_MAX: Duration = Duration::from_millis(400);
 /// A probe that takes longer, whose caller has no deadline, no longer keeps others from probing.
@@ -32,6 +34,8 @@ pub enum Health {
 pub(super) struct Breaker {
     /// 0 while all is well, so that checks look at one number that nobody writes.
     failures: AtomicU32,
+    /// The operator has been told that it opened, and not yet that all is well.
+    told: AtomicBool,
     state: Mutex<State>,
 }
 
@@ -41,14 +45,15 @@ struct State {
     /// When the next probe may go.
     probe_at: Instant,
     pause: Duration,
-    /// When the last outage began.
+    /// When the last outage began, and when it was over.
     since: Instant,
+    closed: Instant,
 }
 
 /// A check that was let through, to be told apart from others when it ends.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ticket {
-    began: Instant,
+    pub(super) began: Instant,
     pub(super) probe: bool,
 }
 
@@ -62,8 +67,8 @@ pub(super) enum Change {
 
 impl Breaker {
     pub(super) fn new(now: Instant) -> Self {
-        let state = State { health: Health::Closed, probe_at: now, pause: PAUSE, since: now };
-        Self { failures: AtomicU32::new(0), state: Mutex::new(state) }
+        let state = State { health: Health::Closed, probe_at: now, pause: PAUSE, since: now, closed: now };
+        Self { failures: AtomicU32::new(0), told: AtomicBool::new(false), state: Mutex::new(state) }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -109,19 +114,26 @@ impl Breaker {
 
     /// A check was answered while its caller waited.
     pub(super) fn answered(&self, ticket: Ticket) -> Option<Change> {
-        if !ticket.probe && self.failures.load(Ordering::Relaxed) == 0 {
+        let is_told = self.told.load(Ordering::Relaxed);
+        if !ticket.probe && !is_told && self.failures.load(Ordering::Relaxed) == 0 {
             return None;
         }
         let mut state = self.state();
         if ticket.probe {
             state.health = Health::Closed;
-            state.pause = PAUSE;
+            state.closed = Instant::now();
             self.failures.store(0, Ordering::Relaxed);
-            return Some(Change::Closed(state.since.elapsed()));
+            return None;
         }
         // An answer that was on its way when the breaker opened does not close it.
-        if state.health == Health::Closed {
-            self.failures.store(0, Ordering::Relaxed);
+        if state.health != Health::Closed {
+            return None;
+        }
+        self.failures.store(0, Ordering::Relaxed);
+        let is_well = is_told && state.closed.elapsed() >= QUIET;
+        if is_well {
+            self.told.store(false, Ordering::Relaxed);
+            return Some(Change::Closed(state.closed - state.since));
         }
         None
     }
@@ -143,22 +155,21 @@ impl Breaker {
         if failures < FAILURES {
             return None;
         }
-        *state = State { health: Health::Open, probe_at: now + PAUSE, pause: PAUSE, since: ticket.began };
-        Some(Change::Opened)
+        // One that opens again at once goes on where it was.
+        let is_told = self.told.swap(true, Ordering::Relaxed);
+        let pause = if is_told { (state.pause * 2).min(PAUSE_MAX) } else { PAUSE };
+        let since = if is_told { state.since } else { ticket.began };
+        *state = State { health: Health::Open, probe_at: now + pause, pause, since, ..*state };
+        (!is_told).then_some(Change::Opened)
     }
 
-    /// A check was given up without an answer: after `patience` that is a failure, before it says nothing, since its
-    /// client may have gone away. Whether it was a failure, and the change.
-    pub(super) fn given_up(&self, ticket: Ticket, patience: Duration, now: Instant) -> (bool, Option<Change>) {
-        if now - ticket.began >= patience {
-            return (true, self.failed(ticket, now));
-        }
+    /// A check ended in a way that says nothing of the server.
+    pub(super) fn said_nothing(&self, ticket: Ticket, now: Instant) {
         if ticket.probe {
             let mut state = self.state();
             state.health = Health::Open;
             state.probe_at = now;
         }
-        (false, None)
     }
 }
 
@@ -173,7 +184,6 @@ mod tests {
     use super::*;
 
     const MS: Duration = Duration::from_millis(1);
-    const DEADLINE: Duration = Duration::from_millis(10);
 
     /// A breaker that has just opened, and when.
     fn opened() -> (Breaker, Instant) {
@@ -214,7 +224,7 @@ mod tests {
         // Unless it hangs.
         assert!(breaker.enter(now + PAUSE + PROBE_MAX).unwrap().probe);
         breaker.enter(now + PAUSE + PROBE_MAX).unwrap_err();
-        assert!(matches!(breaker.answered(probe), Some(Change::Closed(_))));
+        assert_eq!(breaker.answered(probe), None, "it is said to be well when it stays so");
         assert_eq!(breaker.health(), Health::Closed);
         assert!(!breaker.enter(now).unwrap().probe);
         // It takes as many failures to open it again.
@@ -231,8 +241,27 @@ mod tests {
             assert_eq!(breaker.enter(now).unwrap_err(), pause.min(PAUSE_MAX));
             now += pause.min(PAUSE_MAX);
         }
-        // Once well, the next outage starts with the short one.
+        // Where it opens again at once it goes on with the long one, and says nothing.
         breaker.answered(breaker.enter(now).unwrap());
+        for _ in 0..FAILURES {
+            assert_eq!(breaker.failed(breaker.enter(now).unwrap(), now), None);
+        }
+        assert_eq!(breaker.enter(now).unwrap_err(), PAUSE_MAX);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn it_is_said_to_be_well_after_a_quiet_second() {
+        let (breaker, now) = opened();
+        tokio::time::advance(PAUSE).await;
+        breaker.answered(breaker.enter(now + PAUSE).unwrap());
+        tokio::time::advance(QUIET - MS).await;
+        assert_eq!(breaker.answered(breaker.enter(now).unwrap()), None);
+        tokio::time::advance(MS).await;
+        let change = breaker.answered(breaker.enter(now).unwrap());
+        assert_eq!(change, Some(Change::Closed(PAUSE)));
+        assert_eq!(breaker.answered(breaker.enter(now).unwrap()), None);
+        // Then the next outage starts with the short pause.
+        let now = Instant::now();
         for _ in 0..FAILURES {
             breaker.failed(breaker.enter(now).unwrap(), now);
         }
@@ -256,23 +285,11 @@ mod tests {
     }
 
     #[test]
-    fn a_check_that_is_given_up_early_says_nothing() {
-        let now = Instant::now();
-        let breaker = Breaker::new(now);
-        for _ in 0..3 * FAILURES {
-            let ticket = breaker.enter(now).unwrap();
-            assert_eq!(breaker.given_up(ticket, DEADLINE, now + DEADLINE - MS), (false, None));
-        }
-        assert_eq!(breaker.health(), Health::Closed);
-        for i in 1..=FAILURES {
-            let ticket = breaker.enter(now).unwrap();
-            let change = (i == FAILURES).then_some(Change::Opened);
-            assert_eq!(breaker.given_up(ticket, DEADLINE, now + DEADLINE), (true, change));
-        }
-        // A probe whose client hangs up makes room for the next at once.
-        let now = now + DEADLINE + PAUSE;
-        let probe = breaker.enter(now).unwrap();
-        assert_eq!(breaker.given_up(probe, DEADLINE, now + MS), (false, None));
-        assert!(breaker.enter(now + MS).unwrap().probe);
+    fn a_probe_that_says_nothing_makes_room_for_the_next() {
+        let (breaker, now) = opened();
+        let probe = breaker.enter(now + PAUSE).unwrap();
+        breaker.enter(now + PAUSE).unwrap_err();
+        breaker.said_nothing(probe, now + PAUSE + MS);
+        assert!(breaker.enter(now + PAUSE + MS).unwrap().probe);
     }
 }

@@ -21,6 +21,7 @@ use crate::bucket;
 use crate::charge::{Amount, Charge, Charges};
 use crate::decision::{Decision, Outcome, Reply};
 use crate::error::ConfigError;
+use crate::log;
 
 const SLOTS: usize = 16_384;
 /// How long one node has to tell who has which slots.
@@ -169,7 +170,13 @@ impl Cluster {
             Ok(slots) => {
                 state.failed = None;
                 // Those without a slot are forgotten; checks that are under way keep theirs.
-                state.nodes.retain(|_, node| slots.nodes.iter().any(|owner| Arc::ptr_eq(owner, node)));
+                state.nodes.retain(|(host, port), node| {
+                    let is_owner = slots.nodes.iter().any(|owner| Arc::ptr_eq(owner, node));
+                    if !is_owner && node.health() != Health::Closed {
+                        log::warning!("Redis at {host}:{port} has no slots any more");
+                    }
+                    is_owner
+                });
                 self.slots.store(Arc::new(slots));
             }
             Err(error) => state.failed = Some(error),
@@ -275,12 +282,19 @@ impl Cluster {
         if charges.windows(2).all(|pair| slot(&pair[0]) == slot(&pair[1])) {
             return self.check(script, charges, within).await;
         }
-        let (answer, answered) = oneshot::channel();
         let runtime = Handle::try_current().map_err(|_| RedisError::new(RedisErrorKind::Unreachable))?;
+        let turns = Turns { cluster: self, script, within };
+        let plan = turns.plan(&charges);
+        let mut replies = vec![None; charges.len()];
+        // Until something is charged there is nothing to be given back, and a caller that gives up leaves.
+        let first = match plan.enforced().next() {
+            Some(places) => Some(turns.ask(Turn::Make, &charges, places, &mut replies).await?),
+            None => None,
+        };
+        let (answer, answered) = oneshot::channel();
         runtime.spawn(async move {
-            let turns = Turns { cluster: self, script, within };
             // Nobody may be there to receive it.
-            let _ = answer.send(turns.acquire(&charges).await);
+            let _ = answer.send(turns.acquire(&charges, &plan, first, replies).await);
         });
         answered.await.unwrap_or(Err(RedisError::new(RedisErrorKind::Lost)))
     }
@@ -326,17 +340,46 @@ impl Turn {
     }
 }
 
+/// In which order slots are asked: the places of the charges on each.
+struct Plan {
+    /// First what can refuse, so that nothing else ever has to be undone: a debt or a refund may have been cut off at its
+    /// bound.
+    takes: Vec<Vec<usize>>,
+    others: Vec<Vec<usize>>,
+    /// Made when all the others are.
+    shadows: Vec<Vec<usize>>,
+}
+
+impl Plan {
+    fn enforced(&self) -> impl Iterator<Item = &Vec<usize>> {
+        self.takes.iter().chain(&self.others)
+    }
+}
+
 impl Turns {
-    async fn acquire(&self, charges: &[Charge]) -> Answer {
-        let mut replies = vec![None; charges.len()];
-        // First what can refuse, so that nothing else ever has to be undone: a debt or a refund may have been cut off at
-        // its bound. Shadow charges are made when all the others are.
-        let takes = self.by_slot(charges, |charge| !charge.is_shadow() && charge.cost() > 0);
-        let others = self.by_slot(charges, |charge| !charge.is_shadow() && charge.cost() == 0);
-        let shadows = self.by_slot(charges, Charge::is_shadow);
+    fn plan(&self, charges: &[Charge]) -> Plan {
+        Plan {
+            takes: self.by_slot(charges, |charge| !charge.is_shadow() && charge.cost() > 0),
+            others: self.by_slot(charges, |charge| !charge.is_shadow() && charge.cost() == 0),
+            shadows: self.by_slot(charges, Charge::is_shadow),
+        }
+    }
+
+    /// Goes on with the plan, of which the first slot has said whether it allows its charges.
+    async fn acquire(
+        &self,
+        charges: &[Charge],
+        plan: &Plan,
+        mut first: Option<bool>,
+        mut replies: Vec<Option<Reply>>,
+    ) -> Answer {
         let (mut made, mut refused, mut failure) = (0, false, None);
-        for places in takes.iter().chain(&others) {
-            match self.ask(Turn::Make, charges, places, &mut replies).await {
+        for places in plan.enforced() {
+            let said = match first.take() {
+                Some(said) => Ok(said),
+                None => self.ask(Turn::Make, charges, places, &mut replies).await,
+            };
+            match said {
                 Ok(true) => made += 1,
                 Ok(false) => refused = true,
                 Err(error) => failure = Some(error),
@@ -347,15 +390,15 @@ impl Turns {
         }
         if refused || failure.is_some() {
             // What does not reach its bucket is lost: never over the limit, briefly under it.
-            for places in takes.iter().take(made) {
+            for places in plan.takes.iter().take(made) {
                 let _ = self.ask(Turn::Undo, charges, places, &mut replies).await;
             }
         }
         if let Some(error) = failure {
             return Err(error);
         }
-        let unasked = takes.iter().skip(made + 1).chain(&others).filter(|_| refused).map(|places| (Turn::Look, places));
-        let shadows = shadows.iter().map(|places| (if refused { Turn::Look } else { Turn::Make }, places));
+        let unasked = plan.enforced().skip(made + 1).filter(|_| refused).map(|places| (Turn::Look, places));
+        let shadows = plan.shadows.iter().map(|places| (if refused { Turn::Look } else { Turn::Make }, places));
         for (turn, places) in unasked.chain(shadows) {
             // The verdict is clear. Of what does not answer nothing is known.
             let _ = self.ask(turn, charges, places, &mut replies).await;

@@ -17,8 +17,13 @@ pub struct RedisError {
 }
 
 /// What servers say of a client that they refuse, where the code is none of its own.
-const CONFIGURATION_TEXTS: [&str; 4] =
-    ["unknown command", "DB index is out of range", "invalid DB index", "user executing the script can't run"];
+const CONFIGURATION_TEXTS: [&str; 5] = [
+    "unknown command",
+    "DB index is out of range",
+    "invalid DB index",
+    "user executing the script can't run",
+    "cluster support disabled",
+];
 
 /// What kind of failure it was, and so whether tokens may have been taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -224,8 +229,8 @@ impl fmt::Debug for RedisError {
     }
 }
 
-/// The commands that a store sends, as servers name them.
-const COMMANDS: [&str; 14] = [
+/// The commands that a store sends, and a setting, as servers name them.
+const COMMANDS: [&str; 15] = [
     "asking",
     "auth",
     "client",
@@ -236,6 +241,7 @@ const COMMANDS: [&str; 14] = [
     "evalsha",
     "get",
     "hello",
+    "maxmemory",
     "mget",
     "select",
     "set",
@@ -244,6 +250,8 @@ const COMMANDS: [&str; 14] = [
 
 /// A text of the server in one line, up to where it quotes anything but a command: it may be a password or a bucket key.
 fn without_quotations(text: &str) -> String {
+    // The apostrophe of a word, as in `can't`, is no quotation mark.
+    let text = text.replace("n't", "n\u{2019}t");
     let mut parts = text.split(['\'', '"', '`']);
     let mut shown = parts.next().unwrap_or_default().to_owned();
     while let (Some(quoted), Some(rest)) = (parts.next(), parts.next()) {
@@ -252,7 +260,12 @@ fn without_quotations(text: &str) -> String {
         }
         shown.extend(["'", quoted, "'", rest]);
     }
-    let line = |c: char| if c.is_control() || matches!(c, '\u{2028}' | '\u{2029}') { ' ' } else { c };
+    let line = |c: char| match c {
+        '\u{2019}' => '\'',
+        '\u{2028}' | '\u{2029}' => ' ',
+        c if c.is_control() => ' ',
+        c => c,
+    };
     shown.trim_end().chars().map(line).take(200).collect()
 }
 

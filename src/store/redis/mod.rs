@@ -52,8 +52,9 @@ const FIRST_CONNECTION: Duration = Duration::from_millis(500);
 ///   that no more than those are charged late. Up to 4,096 more wait, unsent, and leave when they are dropped; beyond
 ///   that a check [fails](RedisErrorKind::Crowded) at once.
 /// - After 5 failures in a row a breaker opens, and checks [fail](RedisErrorKind::BreakerOpen) at once. After 100 to
-///   400 ms one check at a time asks whether Redis answers again. A check counts as failed when it is given up after
-///   10 ms, or its deadline if that is shorter.
+///   400 ms one check at a time asks whether Redis answers again. A check whose deadline passes without an answer is such
+///   a failure, unless others have been answered since it began; one whose client has hung up before says nothing. A lost
+///   connection is one failure, however many checks were on it.
 /// - A connection that is lost, or whose server has been demoted (`READONLY`), or that leaves a check without an answer
 ///   for 5 s, is made anew.
 ///
@@ -172,8 +173,8 @@ impl RedisStore {
         };
         match tokio::time::timeout(FIRST_CONNECTION, ready).await {
             Ok(Ok(())) => {}
-            Ok(Err(error)) => log::warning!("no connection to Redis at {} yet: {error}", what()),
-            Err(_) => log::warning!("no connection to Redis at {} yet", what()),
+            Ok(Err(error)) => log::warning!("Redis at {}: {error}; it is tried again when it is needed", what()),
+            Err(_) => log::warning!("Redis at {}: no answer yet; it is tried again when it is needed", what()),
         }
     }
 

@@ -6,15 +6,15 @@ use std::future::Future;
 use std::mem;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::task::{Context, Poll};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use redis::aio::ConnectionLike;
 use redis::{Cmd, ErrorKind, RedisResult, ServerErrorKind, Value};
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, Sleep, sleep, sleep_until};
 
 use super::breaker::{Breaker, Change, Health, Ticket};
 use super::connection::{Connection, Generation, Open};
@@ -28,9 +28,8 @@ use crate::log;
 const ON_THE_WIRE: usize = 64;
 /// Checks that wait for a place on the wire. One more is refused at once.
 const WAITING: usize = 4096;
-/// A check that is given up after this long without an answer is a failure of the server. One that is given up earlier
-/// says nothing, unless its own deadline has passed: otherwise clients that hang up could open the breaker.
-const PATIENCE: Duration = Duration::from_millis(10);
+/// Without a deadline of its own a check that is given up after this long is late.
+const PATIENCE: Duration = Duration::from_millis(50);
 /// After this long without an answer a connection is taken for dead.
 const SILENCE: Duration = Duration::from_secs(5);
 
@@ -40,6 +39,11 @@ pub(super) struct Node {
     breaker: Breaker,
     places: Arc<Semaphore>,
     waiting: AtomicUsize,
+    /// Counts the answers that came while their callers waited. A server that gives any has not failed those that it
+    /// answers later.
+    answers: AtomicU64,
+    /// The last connection whose loss was a failure: it is one, however many were on it.
+    lost: AtomicU64,
     counts: Arc<Counts>,
 }
 
@@ -117,6 +121,8 @@ impl Node {
             breaker: Breaker::new(Instant::now()),
             places: Arc::new(Semaphore::new(ON_THE_WIRE)),
             waiting: AtomicUsize::new(0),
+            answers: AtomicU64::new(0),
+            lost: AtomicU64::new(0),
             counts,
         }
     }
@@ -204,8 +210,34 @@ impl Node {
         Asked::Answered(result)
     }
 
-    /// Waits for the answer to a check whose caller has given up, as long as it may come.
-    async fn attend(self: Arc<Self>, asking: Boxed<'static, Asked>, generation: Option<Generation>) {
+    /// Whether a check that was given up is late by now: that is a failure, unless the server has answered others since.
+    /// Given back where it is not late yet: a client that hangs up says nothing of the server.
+    fn is_late(&self, given_up: GivenUp, generation: Option<Generation>) -> Option<GivenUp> {
+        let GivenUp { ticket, late_at, answers } = given_up;
+        let now = Instant::now();
+        if now < late_at {
+            return Some(given_up);
+        }
+        self.counts.add(RedisErrorKind::Late);
+        if ticket.probe {
+            // It may be the connection that is dead, and not the server.
+            self.lost(generation);
+        } else if self.answers.load(Ordering::Relaxed) != answers {
+            return None;
+        }
+        if let Some(change) = self.breaker.failed(ticket, now) {
+            self.tell(change, &RedisErrorKind::Late);
+        }
+        None
+    }
+
+    /// Waits for the answer to a check whose caller has gone, as long as it may come.
+    async fn attend(
+        self: Arc<Self>,
+        asking: Boxed<'static, Asked>,
+        generation: Option<Generation>,
+        mut given_up: Option<GivenUp>,
+    ) {
         let lost = async {
             match (&self.link, generation) {
                 (Link::Own(connection), Some(generation)) => connection.until_lost(generation).await,
@@ -214,13 +246,28 @@ impl Node {
             }
         };
         let silence = sleep(SILENCE);
-        tokio::pin!(asking, lost, silence);
+        let late = sleep_until(given_up.map_or(Instant::now(), |given_up| given_up.late_at));
+        tokio::pin!(asking, lost, silence, late);
         std::future::poll_fn(|cx| {
+            let is_answered = asking.as_mut().poll(cx).is_ready();
+            if let Some(early) = given_up {
+                if is_answered {
+                    given_up = None;
+                    if let Some(change) = self.breaker.answered(early.ticket) {
+                        self.tell(change, &"");
+                    }
+                } else if late.as_mut().poll(cx).is_ready() {
+                    given_up = self.is_late(early, generation);
+                }
+            }
             if silence.as_mut().poll(cx).is_ready() {
                 self.lost(generation);
             }
             // The connection closes when the last of those that use it has gone.
-            if asking.as_mut().poll(cx).is_ready() || lost.as_mut().poll(cx).is_ready() {
+            if is_answered || lost.as_mut().poll(cx).is_ready() {
+                if let Some(early) = given_up.take() {
+                    self.breaker.said_nothing(early.ticket, Instant::now());
+                }
                 return Poll::Ready(());
             }
             Poll::Pending
@@ -300,11 +347,26 @@ enum Asked {
     NoScript(Question, Place),
 }
 
+/// A check whose caller has gone.
+#[derive(Clone, Copy)]
+struct GivenUp {
+    ticket: Ticket,
+    late_at: Instant,
+    /// The answers that the server had given when it began.
+    answers: u64,
+}
+
 /// One check, on its way.
 pub(super) struct Check {
     node: Arc<Node>,
     ticket: Option<Ticket>,
+    /// After that it is late.
     patience: Duration,
+    /// The answers that the server had given when it began.
+    answers: u64,
+    /// The caller waits for longer than a connection may be silent.
+    outwaits: bool,
+    silence: Option<Pin<Box<Sleep>>>,
     /// Redirections are followed.
     follows: bool,
     stage: Stage,
@@ -323,8 +385,9 @@ impl Check {
     /// A check whose caller waits for at most `deadline`, if that is known.
     pub(super) fn new(node: Arc<Node>, script: Arc<Script>, charges: &[Charge], deadline: Option<Duration>) -> Self {
         let question = Question { script, charges: charges.iter().cloned().collect(), moving: false };
-        let patience = deadline.map_or(PATIENCE, |deadline| deadline.min(PATIENCE));
-        Self { node, ticket: None, patience, follows: false, stage: Stage::New(question) }
+        let outwaits = deadline.is_none_or(|deadline| deadline > SILENCE);
+        let (patience, stage) = (deadline.unwrap_or(PATIENCE), Stage::New(question));
+        Self { node, ticket: None, patience, answers: 0, outwaits, silence: None, follows: false, stage }
     }
 
     /// The same on a node of a cluster, whose caller follows its redirections.
@@ -341,8 +404,8 @@ impl Check {
         self
     }
 
-    /// The end of a check whose caller is there.
-    fn end(&mut self, result: &Result<Decision, RedisError>) {
+    /// The end of a check whose caller is there, on that connection.
+    fn end(&mut self, result: &Result<Decision, RedisError>, on: Option<Generation>) {
         // Where else the key is does not make this server fail, where that is followed.
         let is_followed = |error: &RedisError| self.follows && error.redirect().is_some();
         let result = match result {
@@ -354,14 +417,24 @@ impl Check {
         }
         let Some(ticket) = self.ticket.take() else { return };
         let breaker = &self.node.breaker;
+        // A connection is lost once, however many checks were on it.
+        let is_known = |error: &RedisError| {
+            error.kind() == RedisErrorKind::Lost
+                && !ticket.probe
+                && on.is_some_and(|on| self.node.lost.swap(on, Ordering::Relaxed) == on)
+        };
         let change = match result {
-            Err(error) if error.kind() == RedisErrorKind::Crowded => {
-                // The load of this instance says nothing of the server.
-                breaker.given_up(ticket, Duration::MAX, Instant::now()).1
+            // The load of this instance says nothing of the server.
+            Err(error) if error.kind() == RedisErrorKind::Crowded || is_known(error) => {
+                breaker.said_nothing(ticket, Instant::now());
+                None
             }
             Err(error) if error.kind() != RedisErrorKind::Bucket => breaker.failed(ticket, Instant::now()),
             // What stands in one key does not either, but the server did answer.
-            Ok(_) | Err(_) => breaker.answered(ticket),
+            Ok(()) | Err(_) => {
+                self.node.answers.fetch_add(1, Ordering::Relaxed);
+                breaker.answered(ticket)
+            }
         };
         if let Some(change) = change {
             self.node.tell(change, &result.as_ref().err().map_or_else(String::new, ToString::to_string));
@@ -389,6 +462,7 @@ impl Future for Check {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = &mut *self;
+        let mut on = None;
         let result = loop {
             match mem::replace(&mut this.stage, Stage::Done) {
                 // No charge, no question.
@@ -399,6 +473,7 @@ impl Future for Check {
                 Stage::New(question) => match this.node.breaker.enter(Instant::now()) {
                     Ok(ticket) => {
                         this.ticket = Some(ticket);
+                        this.answers = this.node.answers.load(Ordering::Relaxed);
                         this.stage = match this.node.enter_now() {
                             Some(place) => Stage::asking(&this.node, place, |node, place| ask(node, question, place)),
                             None => Stage::Entering(question, Box::pin(Arc::clone(&this.node).enter())),
@@ -426,20 +501,30 @@ impl Future for Check {
                 },
                 // Asking => Asking | Done
                 Stage::Asking(mut asking, generation) => match asking.as_mut().poll(cx) {
-                    Poll::Ready(Asked::Answered(result)) => break result,
+                    Poll::Ready(Asked::Answered(result)) => {
+                        on = generation;
+                        break result;
+                    }
                     Poll::Ready(Asked::NoScript(question, place)) => {
                         this.stage =
                             Stage::asking(&this.node, place, |node, place| ask_with_the_script(node, question, place));
                     }
                     Poll::Pending => {
                         this.stage = Stage::Asking(asking, generation);
+                        // Without a runtime there is no timer.
+                        if this.outwaits && Handle::try_current().is_ok() {
+                            let silence = this.silence.get_or_insert_with(|| Box::pin(sleep(SILENCE)));
+                            ready!(silence.as_mut().poll(cx));
+                            this.node.lost(generation);
+                            break Err(RedisError::new(RedisErrorKind::Late));
+                        }
                         return Poll::Pending;
                     }
                 },
                 Stage::Done => panic!("polled after completion"),
             }
         };
-        this.end(&result);
+        this.end(&result, on);
         Poll::Ready(result)
     }
 }
@@ -457,28 +542,23 @@ impl Stage {
 impl Drop for Check {
     fn drop(&mut self) {
         let stage = mem::replace(&mut self.stage, Stage::Done);
-        if let Some(ticket) = self.ticket.take() {
-            let (failed, change) = self.node.breaker.given_up(ticket, self.patience, Instant::now());
-            if failed {
-                self.node.counts.add(RedisErrorKind::Late);
+        let given_up = self.ticket.take().map(|ticket| GivenUp {
+            ticket,
+            late_at: ticket.began + self.patience,
+            answers: self.answers,
+        });
+        match (stage, Handle::try_current()) {
+            // What is on the wire keeps its place until it is answered, so that no more than so many are ever charged
+            // after their callers have gone.
+            (Stage::Asking(asking, generation), Ok(runtime)) => {
+                let given_up = given_up.and_then(|given_up| self.node.is_late(given_up, generation));
+                runtime.spawn(Arc::clone(&self.node).attend(asking, generation, given_up));
             }
-            if failed
-                && ticket.probe
-                && let Stage::Asking(_, generation) = &stage
-            {
-                // It may be the connection that is dead, and not the server.
-                self.node.lost(*generation);
+            _ => {
+                if let Some(given_up) = given_up.and_then(|given_up| self.node.is_late(given_up, None)) {
+                    self.node.breaker.said_nothing(given_up.ticket, Instant::now());
+                }
             }
-            if let Some(change) = change {
-                self.node.tell(change, &RedisErrorKind::Late);
-            }
-        }
-        // What is on the wire keeps its place until it is answered, so that no more than so many are ever charged after
-        // their callers have gone.
-        if let Stage::Asking(asking, generation) = stage
-            && let Ok(runtime) = Handle::try_current()
-        {
-            runtime.spawn(Arc::clone(&self.node).attend(asking, generation));
         }
     }
 }
