@@ -257,7 +257,6 @@ impl Outcome {
     }
 
     /// What the store said of this charge.
-    #[cfg(feature = "redis")]
     pub(crate) fn reply(&self) -> Option<Reply> {
         self.reply
     }

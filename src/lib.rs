@@ -111,6 +111,8 @@ mod service;
 mod settings;
 mod settle;
 
+pub mod outbound;
+
 #[cfg(feature = "serde")]
 pub mod config;
 #[cfg(feature = "conformance")]

@@ -1,0 +1,93 @@
+//! Why nothing was sent.
+
+use std::error::Error;
+use std::fmt;
+use std::time::Duration;
+
+use crate::key::NoKey;
+
+/// Why there were no tokens: nothing was taken, and nothing is sent.
+///
+/// It is no failure of the peer. Put what was to be sent back into its queue, for [`retry_after`](Self::retry_after), and
+/// do not count an attempt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum AcquireError {
+    /// The tokens are not there within the time that the caller would wait.
+    NoTokens {
+        /// The time from now until they could be, with those that wait before.
+        retry_after: Duration,
+    },
+    /// The cost is above the capacity, so that no wait helps.
+    TooDear {
+        /// The tokens that were asked for.
+        cost: u64,
+        /// The most that the bucket holds.
+        capacity: u64,
+    },
+    /// As many wait as may.
+    Crowded,
+    /// The request names no bucket.
+    NoKey(NoKey),
+    /// The store failed, under [`OnStoreFailure::Deny`](crate::OnStoreFailure::Deny).
+    StoreFailed {
+        /// When it is asked again.
+        retry_after: Duration,
+    },
+}
+
+impl AcquireError {
+    /// When to try again; `None` when no wait helps, or it is not known how long.
+    #[must_use]
+    pub fn retry_after(&self) -> Option<Duration> {
+        match self {
+            Self::NoTokens { retry_after } | Self::StoreFailed { retry_after } => Some(*retry_after),
+            Self::TooDear { .. } | Self::Crowded | Self::NoKey(_) => None,
+        }
+    }
+}
+
+impl fmt::Display for AcquireError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoTokens { retry_after } => write!(f, "no tokens in time: they could be there in {retry_after:?}"),
+            Self::TooDear { cost, capacity } => {
+                write!(f, "a cost of {cost} is above the capacity {capacity}: it can never be paid")
+            }
+            Self::Crowded => f.write_str("as many wait for tokens as may"),
+            Self::NoKey(_) => f.write_str("the request names no bucket"),
+            Self::StoreFailed { retry_after } => {
+                write!(f, "the store of the buckets failed: it is asked again in {retry_after:?}")
+            }
+        }
+    }
+}
+
+impl Error for AcquireError {}
+
+/// Why a [`Throttle`](super::Throttle) has no response.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ThrottleError<E> {
+    /// There were no tokens: nothing was sent.
+    Acquire(AcquireError),
+    /// The inner service failed.
+    Inner(E),
+}
+
+impl<E: fmt::Display> fmt::Display for ThrottleError<E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Acquire(error) => error.fmt(f),
+            Self::Inner(error) => error.fmt(f),
+        }
+    }
+}
+
+impl<E: Error + 'static> Error for ThrottleError<E> {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::Acquire(error) => Some(error),
+            Self::Inner(error) => error.source(),
+        }
+    }
+}

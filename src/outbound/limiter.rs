@@ -1,0 +1,294 @@
+//! Waiting for tokens.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::atomic::AtomicUsize;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::error::AcquireError;
+use super::queue::{Answer, Queue, Waiter};
+use crate::charge::{Amount, Charge, LimitName};
+use crate::checks::Checks;
+use crate::error::{ConfigError, or_panic};
+use crate::failure::OnStoreFailure;
+use crate::key::BucketKey;
+use crate::quota::Quota;
+use crate::rejection::Reason;
+use crate::store::Store;
+
+/// How long an acquire waits, unless [`max_wait`](Limiter::max_wait) says otherwise.
+const MAX_WAIT_DEFAULT: Duration = Duration::from_secs(5);
+/// How many may wait, unless [`max_waiters`](Limiter::max_waiters) says otherwise.
+const MAX_WAITERS_DEFAULT: usize = 100_000;
+
+/// Gives tokens to those who wait for them: first come, first served for each key, in this process.
+///
+/// Several processes share the buckets through their store, where whoever asks first when the tokens are there gets them.
+/// A large cost is served in its turn, keys do not wait for each other, and a waiter that is dropped frees its place. The
+/// number of calls of the store grows with what is granted, not with how many wait or for how long.
+///
+/// Cloning it is cheap; clones share the queues. It needs a tokio runtime with timers.
+///
+/// # Example
+///
+/// ```
+/// use tower_token_bucket::outbound::{AcquireError, Limiter};
+/// use tower_token_bucket::{BucketKey, MemoryStore, Quota};
+///
+/// # #[tokio::main(flavor = "current_thread", start_paused = true)]
+/// # async fn main() -> Result<(), AcquireError> {
+/// let limiter = Limiter::new(MemoryStore::new(), "webhooks", Quota::per_minute(60).with_capacity(2));
+/// let endpoint = BucketKey::id("endpoint 7");
+/// limiter.try_acquire(endpoint, 2).await?;
+/// let error = limiter.acquire(endpoint, 2).await.map(drop);
+/// assert_eq!(error, Ok(()), "two seconds are less than the five that it waits at most");
+/// # Ok(())
+/// # }
+/// ```
+pub struct Limiter<St> {
+    shared: Arc<Shared<St>>,
+}
+
+pub(super) struct Shared<St> {
+    checks: Checks<St>,
+    limit: LimitName,
+    quota: Quota,
+    max_wait: Duration,
+    max_waiters: usize,
+    queues: Arc<Queues>,
+}
+
+#[derive(Default)]
+pub(super) struct Queues {
+    of: Mutex<HashMap<BucketKey, Arc<Queue>>>,
+    waiting: AtomicUsize,
+}
+
+impl<St: Store> Limiter<St> {
+    /// Creates a limiter whose buckets are named by `limit` and key.
+    ///
+    /// # Panics
+    ///
+    /// When `limit` is not 1 to 64 of `A-Z a-z 0-9 . _ -`; [`try_new`](Self::try_new) returns the error.
+    #[must_use]
+    #[track_caller]
+    pub fn new(store: St, limit: &str, quota: Quota) -> Self {
+        or_panic(Self::try_new(store, limit, quota))
+    }
+
+    /// Creates a limiter, like [`new`](Self::new).
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::LimitName`] when `limit` is not 1 to 64 of `A-Z a-z 0-9 . _ -`.
+    pub fn try_new(store: St, limit: &str, quota: Quota) -> Result<Self, ConfigError> {
+        let shared = Shared {
+            checks: Checks::new(store),
+            limit: LimitName::try_new(limit)?,
+            quota,
+            max_wait: MAX_WAIT_DEFAULT,
+            max_waiters: MAX_WAITERS_DEFAULT,
+            queues: Arc::default(),
+        };
+        Ok(Self { shared: Arc::new(shared) })
+    }
+}
+
+impl<St: Clone> Limiter<St> {
+    fn set(mut self, set: impl FnOnce(&mut Shared<St>)) -> Self {
+        set(Arc::make_mut(&mut self.shared));
+        self
+    }
+
+    /// Sets how long an [`acquire`](Self::acquire) waits at most; by default 5 s.
+    #[must_use]
+    pub fn max_wait(self, max_wait: Duration) -> Self {
+        self.set(|shared| shared.max_wait = max_wait)
+    }
+
+    /// Sets how many may wait at a time, for all keys together; by default 100,000. One more is
+    /// [refused](AcquireError::Crowded) at once.
+    #[must_use]
+    pub fn max_waiters(self, waiters: usize) -> Self {
+        self.set(|shared| shared.max_waiters = waiters)
+    }
+
+    /// Sets how long one check of the store may take, until [`on_store_failure`](Self::on_store_failure) applies; by
+    /// default 50 ms.
+    ///
+    /// # Panics
+    ///
+    /// When `deadline` is zero; [`try_deadline`](Self::try_deadline) returns the error.
+    #[must_use]
+    #[track_caller]
+    pub fn deadline(self, deadline: Duration) -> Self {
+        or_panic(self.try_deadline(deadline))
+    }
+
+    /// Sets how long one check of the store may take, like [`deadline`](Self::deadline).
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::Deadline`] when `deadline` is zero.
+    pub fn try_deadline(self, deadline: Duration) -> Result<Self, ConfigError> {
+        if deadline.is_zero() {
+            return Err(ConfigError::Deadline);
+        }
+        Ok(self.set(|shared| shared.checks.deadline = deadline))
+    }
+
+    /// Sets what happens when the store fails: by default [`OnStoreFailure::Local`], buckets of this process, which with
+    /// a [share](Self::share) keep to the peer's limit. `Deny` gives [`AcquireError::StoreFailed`]; `Allow` gives tokens
+    /// that nobody counts, and so breaks the promise that this limiter is for.
+    #[must_use]
+    pub fn on_store_failure(self, policy: OnStoreFailure) -> Self {
+        self.set(|shared| shared.checks.on_store_failure = policy)
+    }
+
+    /// Gives the local buckets of [`OnStoreFailure::Local`] one `n`-th of the quota, for n senders; by default 1, the
+    /// whole quota.
+    ///
+    /// # Panics
+    ///
+    /// When `n` is 0; [`try_share`](Self::try_share) returns the error.
+    #[must_use]
+    #[track_caller]
+    pub fn share(self, n: u32) -> Self {
+        or_panic(self.try_share(n))
+    }
+
+    /// Gives the local buckets one `n`-th of the quota, like [`share`](Self::share).
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::Share`] when `n` is 0.
+    pub fn try_share(self, n: u32) -> Result<Self, ConfigError> {
+        if n == 0 {
+            return Err(ConfigError::Share);
+        }
+        Ok(self.set(|shared| shared.checks.share = n))
+    }
+}
+
+impl<St: Store> Limiter<St> {
+    /// Takes `cost` tokens if they are there and nobody waits for them.
+    ///
+    /// # Errors
+    ///
+    /// [`AcquireError`] says why not, and when.
+    pub async fn try_acquire(&self, key: BucketKey, cost: u64) -> Result<(), AcquireError> {
+        self.acquire_within(key, cost, Duration::ZERO).await.map(drop)
+    }
+
+    /// Waits for `cost` tokens and takes them, and returns how long that took: at most
+    /// [`max_wait`](Self::max_wait). Where that is known not to be enough, it fails at once.
+    ///
+    /// Dropped before it is ready it takes nothing, unless the store is being asked at that moment: then the tokens go to
+    /// the next that waits.
+    ///
+    /// # Errors
+    ///
+    /// [`AcquireError`] says why there are none, and when: nothing was taken.
+    pub async fn acquire(&self, key: BucketKey, cost: u64) -> Result<Duration, AcquireError> {
+        self.acquire_within(key, cost, self.shared.max_wait).await
+    }
+
+    async fn acquire_within(&self, key: BucketKey, cost: u64, max_wait: Duration) -> Result<Duration, AcquireError> {
+        let shared = &self.shared;
+        let capacity = shared.quota.capacity();
+        if cost > capacity {
+            return Err(AcquireError::TooDear { cost, capacity });
+        }
+        let began = Instant::now();
+        if cost == 0 {
+            return Ok(Duration::ZERO);
+        }
+        let _waiting = Waiter::new(&shared.queues.waiting, shared.max_waiters)?;
+        shared.enter(key, cost, began, max_wait)?.await?;
+        Ok(began.elapsed())
+    }
+}
+
+impl<St: Store> Shared<St> {
+    /// Joins the queue of a key, and starts the task that serves it if there is none.
+    fn enter(
+        self: &Arc<Self>,
+        key: BucketKey,
+        cost: u64,
+        now: Instant,
+        max_wait: Duration,
+    ) -> Result<Answer, AcquireError> {
+        let mut queues = self.queues.of.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut is_new = false;
+        let queue = queues.entry(key).or_insert_with(|| {
+            is_new = true;
+            Arc::new(Queue::new(self.quota))
+        });
+        let answer = queue.push(cost, now, max_wait)?;
+        let queue = Arc::clone(queue);
+        drop(queues);
+        if is_new {
+            tokio::spawn(Arc::clone(self).serve(key, queue));
+        }
+        Ok(answer)
+    }
+
+    /// Gives tokens to those who wait for this key, until nobody does.
+    async fn serve(self: Arc<Self>, key: BucketKey, queue: Arc<Queue>) {
+        loop {
+            let Some(cost) = queue.next(Instant::now()) else {
+                let mut queues = self.queues.of.lock().unwrap_or_else(PoisonError::into_inner);
+                // Somebody may have come between the two.
+                if queue.is_empty() {
+                    queues.remove(&key);
+                    return;
+                }
+                continue;
+            };
+            match cost {
+                Ok(cost) => {
+                    let charge = Charge::new(self.limit.clone(), key, self.quota, Amount::Take(cost));
+                    let verdict = self.checks.check(&[charge]).await;
+                    match verdict.refused {
+                        Some(Reason::StoreFailed { retry_after }) => queue.fail(retry_after),
+                        _ => queue.answered(cost, &verdict.decision, Instant::now()),
+                    }
+                }
+                Err(until) => queue.changed_until(until).await,
+            }
+        }
+    }
+}
+
+impl<St> Clone for Limiter<St> {
+    fn clone(&self) -> Self {
+        Self { shared: Arc::clone(&self.shared) }
+    }
+}
+
+impl<St: Clone> Clone for Shared<St> {
+    fn clone(&self) -> Self {
+        let Self { checks, limit, quota, max_wait, max_waiters, queues } = self;
+        Self {
+            checks: checks.clone(),
+            limit: limit.clone(),
+            quota: *quota,
+            max_wait: *max_wait,
+            max_waiters: *max_waiters,
+            queues: Arc::clone(queues),
+        }
+    }
+}
+
+impl<St> fmt::Debug for Limiter<St> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Limiter")
+            .field("limit", &self.shared.limit)
+            .field("quota", &self.shared.quota)
+            .field("max_wait", &self.shared.max_wait)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,248 @@
+//! A client service that sends nothing without tokens.
+
+use std::fmt;
+use std::future::Future;
+use std::mem;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use http::Request;
+use http::request::Parts;
+use pin_project_lite::pin_project;
+use tower_layer::Layer;
+use tower_service::Service;
+
+use super::error::{AcquireError, ThrottleError};
+use super::limiter::Limiter;
+use crate::cost::{Cost, CostTable};
+use crate::key::{BucketKey, KeyExtractor, NoKey};
+use crate::store::Store;
+
+/// Keys buckets by the host that a request goes to, with its port if it names one: by the URL, or the `Host` field.
+///
+/// # Example
+///
+/// ```
+/// use tower_token_bucket::KeyExtractor;
+/// use tower_token_bucket::outbound::Host;
+///
+/// let (parts, ()) = http::Request::get("https://Hooks.example/a?secret=1").body(())?.into_parts();
+/// let (other, ()) = http::Request::get("/b").header("host", "hooks.example").body(())?.into_parts();
+/// assert_eq!(Host.extract(&parts), Host.extract(&other));
+/// # Ok::<(), http::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Host;
+
+impl KeyExtractor for Host {
+    fn extract(&self, parts: &Parts) -> Result<BucketKey, NoKey> {
+        let authority = parts.uri.authority().map(|authority| match authority.port() {
+            Some(port) => format!("{}:{port}", authority.host()),
+            None => authority.host().to_owned(),
+        });
+        let field = || parts.headers.get(http::header::HOST)?.to_str().ok().map(str::to_owned);
+        let host = authority.or_else(field).ok_or(NoKey::Identity)?;
+        Ok(BucketKey::id(host.to_ascii_lowercase()))
+    }
+}
+
+/// Puts a [`Limiter`] in front of a client service: each request waits for the tokens of its key before it is sent.
+///
+/// The key is the [`Host`] by default; an endpoint's id that your own code puts into the request's extensions is
+/// [`Identity::of`](crate::Identity::of). A request that gets no tokens in time is [`ThrottleError::Acquire`], distinct
+/// from the errors of the inner service: put it back into its queue and count no attempt.
+///
+/// Where a request is retried, put this layer inside the retries, so that each attempt waits for its own tokens. A timeout
+/// belongs inside this layer as well, so that waiting is not counted.
+///
+/// The service is always ready. It makes the inner one ready when the tokens are there.
+///
+/// # Example
+///
+/// ```
+/// use tower::{ServiceBuilder, service_fn};
+/// use tower_token_bucket::outbound::{Limiter, ThrottleLayer};
+/// use tower_token_bucket::{BucketKey, Identity, MemoryStore, Quota};
+///
+/// #[derive(Clone)]
+/// struct Endpoint(u64);
+///
+/// let limiter = Limiter::new(MemoryStore::new(), "webhooks", Quota::per_second(50).with_capacity(25));
+/// let throttle = ThrottleLayer::new(limiter)
+///     .key_by(Identity::of(|endpoint: &Endpoint| BucketKey::id(endpoint.0.to_le_bytes())));
+/// let client = ServiceBuilder::new()
+///     .layer(throttle)
+///     .service(service_fn(|request: http::Request<()>| async { Ok::<_, std::io::Error>(http::Response::new(())) }));
+/// # let _ = client;
+/// ```
+#[must_use]
+pub struct ThrottleLayer<St> {
+    shared: Arc<Shared<St>>,
+}
+
+struct Shared<St> {
+    limiter: Limiter<St>,
+    key: Arc<dyn KeyExtractor>,
+    cost: Arc<dyn Cost>,
+}
+
+impl<St: Store> ThrottleLayer<St> {
+    /// Creates a layer that charges each request 1 token of its host.
+    pub fn new(limiter: Limiter<St>) -> Self {
+        Self { shared: Arc::new(Shared { limiter, key: Arc::new(Host), cost: Arc::new(CostTable::new(1)) }) }
+    }
+
+    /// Sets whose bucket a request is charged to.
+    pub fn key_by(self, key: impl KeyExtractor) -> Self {
+        let Shared { limiter, cost, .. } = &*self.shared;
+        Self { shared: Arc::new(Shared { limiter: limiter.clone(), key: Arc::new(key), cost: Arc::clone(cost) }) }
+    }
+
+    /// Sets how many tokens a request takes.
+    pub fn cost(self, cost: impl Cost) -> Self {
+        let Shared { limiter, key, .. } = &*self.shared;
+        Self { shared: Arc::new(Shared { limiter: limiter.clone(), key: Arc::clone(key), cost: Arc::new(cost) }) }
+    }
+}
+
+impl<St> Clone for ThrottleLayer<St> {
+    fn clone(&self) -> Self {
+        Self { shared: Arc::clone(&self.shared) }
+    }
+}
+
+impl<St> fmt::Debug for ThrottleLayer<St> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ThrottleLayer").field("limiter", &self.shared.limiter).finish_non_exhaustive()
+    }
+}
+
+impl<S, St> Layer<S> for ThrottleLayer<St> {
+    type Service = Throttle<S, St>;
+
+    fn layer(&self, inner: S) -> Self::Service {
+        Throttle { inner, shared: Arc::clone(&self.shared) }
+    }
+}
+
+/// The client service that [`ThrottleLayer`] makes.
+pub struct Throttle<S, St> {
+    inner: S,
+    shared: Arc<Shared<St>>,
+}
+
+impl<S: Clone, St> Clone for Throttle<S, St> {
+    fn clone(&self) -> Self {
+        Self { inner: self.inner.clone(), shared: Arc::clone(&self.shared) }
+    }
+}
+
+impl<S: fmt::Debug, St> fmt::Debug for Throttle<S, St> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Throttle").field("inner", &self.inner).finish_non_exhaustive()
+    }
+}
+
+impl<S, St, B> Service<Request<B>> for Throttle<S, St>
+where
+    S: Service<Request<B>> + Clone,
+    St: Store,
+{
+    type Response = S::Response;
+    type Error = ThrottleError<S::Error>;
+    type Future = ResponseFuture<S, B>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<B>) -> Self::Future {
+        let (parts, body) = request.into_parts();
+        let cost = self.shared.cost.cost(&parts);
+        // What costs nothing needs no key.
+        let key = if cost == 0 { Ok(BucketKey::global()) } else { self.shared.key.extract(&parts) };
+        let limiter = self.shared.limiter.clone();
+        let acquire: Acquire = Box::pin(async move {
+            let key = key.map_err(AcquireError::NoKey)?;
+            limiter.acquire(key, cost).await
+        });
+        let request = Some(Request::from_parts(parts, body));
+        ResponseFuture { state: State::Acquiring { acquire, call: Some((self.inner.clone(), request)) } }
+    }
+}
+
+type Acquire = Pin<Box<dyn Future<Output = Result<Duration, AcquireError>> + Send>>;
+
+pin_project! {
+    /// The response to come of a [`Throttle`].
+    #[must_use = "futures do nothing unless polled"]
+    pub struct ResponseFuture<S, B>
+    where
+        S: Service<Request<B>>,
+    {
+        #[pin]
+        state: State<S, S::Future, B>,
+    }
+}
+
+pin_project! {
+    /// Named by what is polled.
+    #[project = StateProject]
+    enum State<S, F, B> {
+        Acquiring { acquire: Acquire, call: Option<(S, Option<Request<B>>)> },
+        // The tokens are there, and the inner service may not be.
+        Readying { inner: S, request: Option<Request<B>> },
+        Calling { #[pin] response: F },
+        Done,
+    }
+}
+
+impl<S, B> Future for ResponseFuture<S, B>
+where
+    S: Service<Request<B>>,
+{
+    type Output = Result<S::Response, ThrottleError<S::Error>>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let mut this = self.project();
+        loop {
+            let result = match this.state.as_mut().project() {
+                // Acquiring => Readying | Done
+                StateProject::Acquiring { acquire, call } => match (ready!(acquire.as_mut().poll(cx)), call.take()) {
+                    (Ok(_), Some((inner, request))) => {
+                        this.state.set(State::Readying { inner, request });
+                        continue;
+                    }
+                    (Err(error), _) => Err(ThrottleError::Acquire(error)),
+                    (Ok(_), None) => panic!("polled after completion"),
+                },
+                // Readying => Calling | Done
+                StateProject::Readying { inner, request } => match ready!(inner.poll_ready(cx)) {
+                    Ok(()) => {
+                        let request = mem::take(request).expect("polled after completion");
+                        let response = inner.call(request);
+                        this.state.set(State::Calling { response });
+                        continue;
+                    }
+                    Err(error) => Err(ThrottleError::Inner(error)),
+                },
+                // Calling => Done
+                StateProject::Calling { response } => ready!(response.poll(cx)).map_err(ThrottleError::Inner),
+                StateProject::Done => panic!("polled after completion"),
+            };
+            this.state.set(State::Done);
+            return Poll::Ready(result);
+        }
+    }
+}
+
+impl<S, B> fmt::Debug for ResponseFuture<S, B>
+where
+    S: Service<Request<B>>,
+{
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ResponseFuture").finish_non_exhaustive()
+    }
+}
