@@ -40,10 +40,26 @@ impl<St> Checks<St> {
         }
     }
 
+    pub(crate) fn store(&self) -> &St {
+        &self.store
+    }
+
     /// The verdict on a request whose check was not answered in time.
     pub(crate) fn late(&self, charges: &[Charge]) -> Verdict {
+        let retry_after = self.too_late();
+        self.failures.decide(self.on_store_failure, self.share, charges, retry_after)
+    }
+
+    /// A check was not answered in time.
+    pub(crate) fn too_late(&self) -> Option<Duration> {
         self.failures.failed(self.on_store_failure, &Late(self.deadline));
-        self.failures.decide(self.on_store_failure, self.share, charges, None)
+        None
+    }
+
+    /// A check failed: when the store is asked again, if that is known.
+    pub(crate) fn failed(&self, error: &(dyn Error + 'static)) -> Option<Duration> {
+        self.failures.failed(self.on_store_failure, &error);
+        retry_after(error)
     }
 
     /// What becomes of a settlement that the store does not answer: a charge is made here, a refund is lost, since the
@@ -77,8 +93,8 @@ impl<St: Store> Checks<St> {
 
     /// The verdict on a request whose check failed.
     pub(crate) fn fail(&self, charges: &[Charge], error: &St::Error) -> Verdict {
-        self.failures.failed(self.on_store_failure, error);
-        self.failures.decide(self.on_store_failure, self.share, charges, retry_after(error))
+        let retry_after = self.failed(error);
+        self.failures.decide(self.on_store_failure, self.share, charges, retry_after)
     }
 
     /// Makes a charge that does not refuse, in a task of its own where the store does not answer at once.

@@ -84,6 +84,11 @@ pub enum ConfigError {
         /// What is wrong with it: the URL itself is not shown, it may hold a password.
         reason: String,
     },
+    /// A rate that cannot adapt so.
+    AdaptiveRate {
+        /// Which setting it is, and what is allowed.
+        reason: String,
+    },
     /// A header name that is not one.
     HeaderName {
         /// The name as given.
@@ -133,6 +138,7 @@ impl fmt::Display for ConfigError {
                 write!(f, "prefix {prefix:?} is not allowed: 1 to 64 of A-Z a-z 0-9 . _ - : are")
             }
             Self::RedisUrl { reason } => write!(f, "the Redis URL cannot be used: {reason}"),
+            Self::AdaptiveRate { reason } => write!(f, "adaptive rate: {reason}"),
             Self::HeaderName { name } => write!(
                 f,
                 "header name {name:?} is not allowed: letters, digits and ! # $ % & ' * + - . ^ _ ` | ~ are (RFC 9110, 5.6.2)"

@@ -31,7 +31,7 @@ pub enum OnStoreFailure {
 }
 
 /// After this long a client that was refused because the store failed may ask again, unless the store says otherwise.
-const RETRY_AFTER: Duration = Duration::from_secs(1);
+pub(crate) const RETRY_AFTER: Duration = Duration::from_secs(1);
 /// The store is said to be well again after this long without a failure: it may fail for some keys only.
 const QUIET: Duration = Duration::from_secs(1);
 

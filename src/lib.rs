@@ -97,6 +97,7 @@ mod limit;
 
 mod bucket;
 mod decision;
+mod pace;
 mod store;
 
 mod checks;

@@ -6,18 +6,21 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 
 use super::error::AcquireError;
-use super::queue::{Answer, Queue, Waiter};
+use super::queue::{Answer, Known, Queue, Waiter, random};
+use super::rates::{AdaptiveStore, Pacing, Rates};
 use crate::charge::{Amount, Charge, LimitName};
 use crate::checks::Checks;
 use crate::error::{ConfigError, or_panic};
-use crate::failure::OnStoreFailure;
+use crate::failure::{OnStoreFailure, RETRY_AFTER};
 use crate::key::BucketKey;
+use crate::pace::{AdaptiveRate, PaceAsk, PaceReply, PaceSettings};
 use crate::quota::Quota;
-use crate::rejection::Reason;
+use crate::rejection::{Reason, Verdict};
 use crate::store::Store;
+use crate::store::memory::MemoryStore;
 
 /// How long an acquire waits, unless [`max_wait`](Limiter::max_wait) says otherwise.
 const MAX_WAIT_DEFAULT: Duration = Duration::from_secs(5);
@@ -59,6 +62,16 @@ pub(super) struct Shared<St> {
     max_wait: Duration,
     max_waiters: usize,
     queues: Arc<Queues>,
+    adaptive: Option<Adaptive>,
+}
+
+/// How the rate adapts, and where that is kept.
+#[derive(Clone)]
+struct Adaptive {
+    settings: PaceSettings,
+    rates: Rates,
+    /// Where it is kept while the store fails.
+    local: MemoryStore,
 }
 
 #[derive(Default)]
@@ -92,8 +105,34 @@ impl<St: Store> Limiter<St> {
             max_wait: MAX_WAIT_DEFAULT,
             max_waiters: MAX_WAITERS_DEFAULT,
             queues: Arc::default(),
+            adaptive: None,
         };
         Ok(Self { shared: Arc::new(shared) })
+    }
+}
+
+impl<St: AdaptiveStore> Limiter<St> {
+    /// Adapts the rate of each key to what its peer says, for all senders that share the store. The bucket keeps the
+    /// capacity of the quota; the rate is [`AdaptiveRate`]'s in the place of the quota's.
+    ///
+    /// # Panics
+    ///
+    /// When the rate cannot adapt so; [`try_adaptive`](Self::try_adaptive) returns the error.
+    #[must_use]
+    #[track_caller]
+    pub fn adaptive(self, rate: AdaptiveRate) -> Self {
+        or_panic(self.try_adaptive(rate))
+    }
+
+    /// Adapts the rate, like [`adaptive`](Self::adaptive).
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::AdaptiveRate`] for settings out of their ranges, and for a capacity above 2,251,799.
+    pub fn try_adaptive(self, rate: AdaptiveRate) -> Result<Self, ConfigError> {
+        let settings = PaceSettings::try_new(self.shared.quota.capacity(), rate)?;
+        let rates = self.shared.checks.store().rates();
+        Ok(self.set(|shared| shared.adaptive = Some(Adaptive { settings, rates, local: MemoryStore::new() })))
     }
 }
 
@@ -196,6 +235,45 @@ impl<St: Store> Limiter<St> {
         self.acquire_within(key, cost, self.shared.max_wait).await
     }
 
+    /// The rate of a key at the moment, in tokens per second: what it has adapted to, or the quota's.
+    ///
+    /// # Errors
+    ///
+    /// [`AcquireError::StoreFailed`], under [`OnStoreFailure::Deny`].
+    pub async fn rate(&self, key: BucketKey) -> Result<f64, AcquireError> {
+        match &self.shared.adaptive {
+            Some(adaptive) => {
+                let reply = self.shared.pace(adaptive, key, PaceAsk::Look).await?;
+                Ok(reply.rate as f64 / 1000.0)
+            }
+            None => {
+                let (tokens, per) = self.shared.quota.refill();
+                Ok(tokens as f64 / per.as_secs_f64())
+            }
+        }
+    }
+
+    /// The peer has refused: with a time to wait, or without. The bucket of the key is empty until that is over, and its
+    /// rate is lowered. [`ThrottleLayer`](super::ThrottleLayer) calls this itself. Without
+    /// [`adaptive`](Self::adaptive) nothing happens.
+    ///
+    /// A peer that gives no time is left alone for a random part of half a second, doubled each time up to a minute.
+    ///
+    /// # Errors
+    ///
+    /// [`AcquireError::StoreFailed`], under [`OnStoreFailure::Deny`].
+    pub async fn refused(&self, key: BucketKey, retry_after: Option<Duration>) -> Result<(), AcquireError> {
+        let Some(adaptive) = &self.shared.adaptive else { return Ok(()) };
+        let hint_us = retry_after.map(|wait| u64::try_from(wait.as_micros()).unwrap_or(u64::MAX));
+        let random_ppm = (random() * 1e6) as u64;
+        let reply = self.shared.pace(adaptive, key, PaceAsk::Refused { hint_us, random_ppm }).await?;
+        let queues = self.shared.queues.of.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(queue) = queues.get(&key) {
+            queue.heard(Known::of_pace(&reply, Instant::now()));
+        }
+        Ok(())
+    }
+
     async fn acquire_within(&self, key: BucketKey, cost: u64, max_wait: Duration) -> Result<Duration, AcquireError> {
         let shared = &self.shared;
         let capacity = shared.quota.capacity();
@@ -236,6 +314,53 @@ impl<St: Store> Shared<St> {
         Ok(answer)
     }
 
+    /// Asks for tokens: whether they are taken, and what the bucket holds; or when the store is asked again.
+    async fn ask(&self, key: BucketKey, cost: u64) -> Result<(bool, Option<Known>), Duration> {
+        if let Some(adaptive) = &self.adaptive {
+            return match self.pace(adaptive, key, PaceAsk::Take(cost)).await {
+                Ok(reply) => Ok((reply.allowed, Some(Known::of_pace(&reply, Instant::now())))),
+                Err(error) => Err(error.retry_after().unwrap_or_default()),
+            };
+        }
+        let charge = Charge::new(self.limit.clone(), key, self.quota, Amount::Take(cost));
+        let Verdict { decision, refused } = self.checks.check(&[charge]).await;
+        match refused {
+            Some(Reason::StoreFailed { retry_after }) => Err(retry_after),
+            _ => Ok((decision.is_allowed(), Known::of(&decision, Instant::now()))),
+        }
+    }
+
+    /// Asks about a rate that adapts; where the store fails, by its policy.
+    async fn pace(&self, adaptive: &Adaptive, key: BucketKey, ask: PaceAsk) -> Result<PaceReply, AcquireError> {
+        let Adaptive { settings, rates, local } = adaptive;
+        let mut pacing = Pacing { limit: self.limit.clone(), key, settings: *settings, ask };
+        let Checks { deadline, on_store_failure, share, .. } = self.checks;
+        let retry_after = match timeout(deadline, rates.pace(pacing.clone(), deadline)).await {
+            Ok(Ok(reply)) => {
+                self.checks.failures.answered();
+                return Ok(reply);
+            }
+            Ok(Err(error)) => self.checks.failed(&*error),
+            Err(_) => self.checks.too_late(),
+        };
+        match on_store_failure {
+            OnStoreFailure::Local => {
+                pacing.settings = settings.share(share);
+                if let PaceAsk::Take(cost) = &mut pacing.ask {
+                    *cost = (*cost).min(pacing.settings.capacity);
+                }
+                Ok(local.pace_now(&pacing))
+            }
+            OnStoreFailure::Allow => {
+                let (level, rate) = (settings.full(), settings.ceiling);
+                Ok(PaceReply { allowed: true, level, ahead_us: 0, rate })
+            }
+            OnStoreFailure::Deny => {
+                Err(AcquireError::StoreFailed { retry_after: retry_after.unwrap_or(RETRY_AFTER) })
+            }
+        }
+    }
+
     /// Gives tokens to those who wait for this key, until nobody does.
     async fn serve(self: Arc<Self>, key: BucketKey, queue: Arc<Queue>) {
         loop {
@@ -249,14 +374,10 @@ impl<St: Store> Shared<St> {
                 continue;
             };
             match cost {
-                Ok(cost) => {
-                    let charge = Charge::new(self.limit.clone(), key, self.quota, Amount::Take(cost));
-                    let verdict = self.checks.check(&[charge]).await;
-                    match verdict.refused {
-                        Some(Reason::StoreFailed { retry_after }) => queue.fail(retry_after),
-                        _ => queue.answered(cost, &verdict.decision, Instant::now()),
-                    }
-                }
+                Ok(cost) => match self.ask(key, cost).await {
+                    Ok((is_allowed, known)) => queue.answered(cost, is_allowed, known, Instant::now()),
+                    Err(retry_after) => queue.fail(retry_after),
+                },
                 Err(until) => queue.changed_until(until).await,
             }
         }
@@ -271,7 +392,7 @@ impl<St> Clone for Limiter<St> {
 
 impl<St: Clone> Clone for Shared<St> {
     fn clone(&self) -> Self {
-        let Self { checks, limit, quota, max_wait, max_waiters, queues } = self;
+        let Self { checks, limit, quota, max_wait, max_waiters, queues, adaptive } = self;
         Self {
             checks: checks.clone(),
             limit: limit.clone(),
@@ -279,6 +400,7 @@ impl<St: Clone> Clone for Shared<St> {
             max_wait: *max_wait,
             max_waiters: *max_waiters,
             queues: Arc::clone(queues),
+            adaptive: adaptive.clone(),
         }
     }
 }

@@ -27,8 +27,13 @@
 mod error;
 mod limiter;
 mod queue;
+mod rates;
+mod retry_after;
 mod throttle;
 
+pub use crate::pace::AdaptiveRate;
 pub use error::{AcquireError, ThrottleError};
 pub use limiter::Limiter;
+pub use rates::{AdaptiveStore, Rates};
+pub(crate) use rates::{Paced, Pacer, Pacing};
 pub use throttle::{Host, ResponseFuture, Throttle, ThrottleLayer};

@@ -14,6 +14,7 @@ use tokio::time::{Instant, timeout_at};
 
 use super::error::AcquireError;
 use crate::decision::Decision;
+use crate::pace::{PaceReply, UNITS};
 use crate::quota::Quota;
 
 /// The first asks again at least so often, so that a changed rate or a refund is noticed.
@@ -44,18 +45,32 @@ struct Place {
 
 /// What the bucket held when it was last heard of.
 #[derive(Clone, Copy)]
-struct Known {
+pub(super) struct Known {
+    /// From when on it refills.
     at: Instant,
+    /// In units of 1/p token at a refill rate of n tokens in p microseconds.
     level: i64,
-    quota: Quota,
+    n: u64,
+    p: u64,
 }
 
 impl Known {
+    pub(super) fn of(decision: &Decision, now: Instant) -> Option<Self> {
+        let outcome = decision.outcomes().first()?;
+        let (reply, quota) = (outcome.reply()?, outcome.quota());
+        let at = now + Duration::from_micros(reply.ahead_us());
+        Some(Self { at, level: reply.level(), n: quota.tokens(), p: quota.per_us() })
+    }
+
+    pub(super) fn of_pace(reply: &PaceReply, now: Instant) -> Self {
+        Self { at: now + Duration::from_micros(reply.ahead_us), level: reply.level, n: reply.rate, p: UNITS }
+    }
+
     /// When the bucket will have given that many tokens, if all go to those who wait.
     fn when(&self, tokens: u64) -> Instant {
-        let needed = i128::from(tokens) * i128::from(self.quota.per_us());
+        let needed = i128::from(tokens) * i128::from(self.p);
         let missing = (needed - i128::from(self.level)).max(0) as u128;
-        let micros = missing.div_ceil(u128::from(self.quota.tokens()));
+        let micros = missing.div_ceil(u128::from(self.n));
         // Longer than anybody waits, where it does not fit.
         let wait = Duration::from_micros(u64::try_from(micros).unwrap_or(u64::MAX).min(u64::from(u32::MAX) << 16));
         self.at + wait
@@ -131,25 +146,25 @@ impl Queue {
     }
 
     /// The store's answer to what was asked for.
-    pub(super) fn answered(&self, cost: u64, decision: &Decision, now: Instant) {
+    pub(super) fn answered(&self, cost: u64, is_allowed: bool, known: Option<Known>, now: Instant) {
         let mut state = self.state();
-        let outcome = decision.outcomes().first();
-        let known = outcome.and_then(|outcome| {
-            let reply = outcome.reply()?;
-            let at = now + Duration::from_micros(reply.ahead_us());
-            Some(Known { at, level: reply.level(), quota: outcome.quota() })
-        });
         // Where it was promised by now, somebody else was quicker.
-        let lost = !decision.is_allowed() && state.known.is_some_and(|before| before.when(cost) <= now);
+        let lost = !is_allowed && state.known.is_some_and(|before| before.when(cost) <= now);
         state.jitter = match &known {
-            Some(known) if lost => (known.when(cost) - now).mul_f64(0.1 * random()),
+            Some(known) if lost => known.when(cost).saturating_duration_since(now).mul_f64(0.1 * random()),
             _ => Duration::ZERO,
         };
         state.known = known;
         state.asked = Some(now);
-        if decision.is_allowed() {
+        if is_allowed {
             state.give(cost);
         }
+    }
+
+    /// What the bucket holds, heard without asking.
+    pub(super) fn heard(&self, known: Known) {
+        self.state().known = Some(known);
+        self.changed.notify_one();
     }
 
     /// The store failed: nobody waits any longer.
@@ -179,7 +194,7 @@ impl State {
 }
 
 /// A fraction of one, from the randomness that keys hash maps.
-fn random() -> f64 {
+pub(super) fn random() -> f64 {
     (RandomState::new().hash_one(0u8) >> 11) as f64 / (1u64 << 53) as f64
 }
 

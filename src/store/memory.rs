@@ -1,11 +1,13 @@
 //! Buckets in the memory of this process.
 
+use std::collections::HashMap;
 use std::convert::Infallible;
 use std::fmt;
 use std::future::{Ready, ready};
 use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use hashbrown::HashTable;
 use smallvec::SmallVec;
@@ -17,6 +19,8 @@ use crate::decision::{Decision, Reply};
 use crate::error::ConfigError;
 use crate::key::BucketKey;
 use crate::log;
+use crate::outbound::{AdaptiveStore, Paced, Pacer, Pacing, Rates};
+use crate::pace::{self, Pace, PaceReply};
 use crate::store::Store;
 
 /// Locks over disjoint parts of the buckets.
@@ -58,6 +62,20 @@ struct Shared {
     shards: [Mutex<Shard>; SHARDS],
     buckets_per_shard: usize,
     overflowed: AtomicU64,
+    /// Buckets whose rate adapts: few, since they are those of peers.
+    paces: Mutex<Paces>,
+}
+
+#[derive(Default)]
+struct Paces {
+    of: HashMap<(u128, BucketKey), Kept>,
+    /// When there are so many, those whose life is over are forgotten.
+    look_at: usize,
+}
+
+struct Kept {
+    pace: Pace,
+    until_us: u64,
 }
 
 #[derive(Default)]
@@ -119,6 +137,7 @@ impl MemoryStore {
             shards: std::array::from_fn(|_| Mutex::default()),
             buckets_per_shard: buckets.div_ceil(SHARDS),
             overflowed: AtomicU64::new(0),
+            paces: Mutex::default(),
         };
         Self { shared: Arc::new(shared) }
     }
@@ -138,13 +157,48 @@ impl MemoryStore {
     /// Makes all charges or none, at once.
     pub(crate) fn acquire_now(&self, charges: &[Charge]) -> Decision {
         let shared = &*self.shared;
-        let now_us = u64::try_from(shared.started.elapsed().as_micros()).unwrap_or(u64::MAX);
+        let now_us = shared.now_us();
         let replies: SmallVec<[Reply; 2]> = match charges {
             [charge] => SmallVec::from_slice(&[shared.acquire_one(charge, now_us)]),
             charges => shared.acquire_all(charges, now_us),
         };
         // As many replies as charges: there always is a decision.
         Decision::new(charges, &replies).unwrap_or_else(|| Decision::bare(false, crate::Source::Store))
+    }
+}
+
+impl AdaptiveStore for MemoryStore {
+    fn rates(&self) -> Rates {
+        Rates::new(self.clone())
+    }
+}
+
+impl Pacer for MemoryStore {
+    fn pace(&self, pacing: Pacing, _: Duration) -> Paced {
+        let reply = self.pace_now(&pacing);
+        Box::pin(ready(Ok(reply)))
+    }
+}
+
+impl MemoryStore {
+    /// Answers one question about a rate that adapts.
+    pub(crate) fn pace_now(&self, pacing: &Pacing) -> PaceReply {
+        let Pacing { limit, key, settings, ask } = pacing;
+        let now_us = self.shared.now_us();
+        let mut paces = self.shared.paces.lock().unwrap_or_else(PoisonError::into_inner);
+        let name = (limit.hash_128(), *key);
+        let mut state = paces.of.get(&name).filter(|kept| now_us < kept.until_us).map(|kept| kept.pace);
+        let before = state;
+        let reply = pace::ask(&mut state, settings, *ask, now_us);
+        if let Some(pace) = state.filter(|state| Some(*state) != before) {
+            if paces.of.len() >= paces.look_at {
+                paces.of.retain(|_, kept| now_us < kept.until_us);
+                paces.look_at = 1024.max(2 * paces.of.len());
+            }
+            let until_us = now_us + pace.life_ms(settings, now_us) * 1000;
+            paces.of.insert(name, Kept { pace, until_us });
+        }
+        reply
     }
 }
 
@@ -200,6 +254,10 @@ impl Place {
 }
 
 impl Shared {
+    fn now_us(&self) -> u64 {
+        u64::try_from(self.started.elapsed().as_micros()).unwrap_or(u64::MAX)
+    }
+
     fn place(&self, name: Name) -> Place {
         Place { name, hash: self.hasher.hash_one(name) }
     }

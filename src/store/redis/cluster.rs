@@ -15,7 +15,7 @@ use tokio::time::{Instant, sleep, timeout};
 use super::breaker::Health;
 use super::connection::{Access, Connection, Target};
 use super::error::{Address, Counts, Redirect, RedisError, RedisErrorKind};
-use super::node::{Check, Node};
+use super::node::{Acquire, Call, Check, Node};
 use super::script::Script;
 use crate::bucket;
 use crate::charge::{Amount, Charge, Charges};
@@ -239,13 +239,17 @@ impl Cluster {
         self.look();
     }
 
-    /// Makes charges on keys of one slot.
-    async fn check(self: Arc<Self>, script: Arc<Script>, charges: Charges, within: Option<Duration>) -> Answer {
-        let slot = charges.first().map_or(0, |charge| script.slot(charge));
+    /// Asks the node that has a slot, wherever that leads.
+    pub(super) async fn check<C: Call>(
+        self: Arc<Self>,
+        slot: usize,
+        call: C,
+        within: Option<Duration>,
+    ) -> Result<C::Answer, RedisError> {
         let mut node = self.owner(slot).await?;
         let (mut moving, mut redirects) = (false, 0);
         loop {
-            let check = Check::new(Arc::clone(&node), Arc::clone(&script), &charges, within).in_a_cluster();
+            let check = Check::new(Arc::clone(&node), call.clone(), within).in_a_cluster();
             let answer = if moving { check.of_moving_keys() } else { check }.await;
             let Err(error) = &answer else { return answer };
             redirects += 1;
@@ -280,7 +284,8 @@ impl Cluster {
     ) -> Answer {
         let slot = |charge| script.slot(charge);
         if charges.windows(2).all(|pair| slot(&pair[0]) == slot(&pair[1])) {
-            return self.check(script, charges, within).await;
+            let slot = charges.first().map_or(0, slot);
+            return self.check(slot, Acquire { script, charges }, within).await;
         }
         let runtime = Handle::try_current().map_err(|_| RedisError::new(RedisErrorKind::Unreachable))?;
         let turns = Turns { cluster: self, script, within };
@@ -428,7 +433,9 @@ impl Turns {
         replies: &mut [Option<Reply>],
     ) -> Result<bool, RedisError> {
         let asked: Charges = places.iter().map(|place| turn.charge(&charges[*place])).collect();
-        let check = Arc::clone(&self.cluster).check(Arc::clone(&self.script), asked, self.within);
+        let slot = asked.first().map_or(0, |charge| self.script.slot(charge));
+        let call = Acquire { script: Arc::clone(&self.script), charges: asked };
+        let check = Arc::clone(&self.cluster).check(slot, call, self.within);
         let within = self.within.unwrap_or(TURN_MAX);
         let decision = timeout(within, check).await.unwrap_or(Err(RedisError::new(RedisErrorKind::Late)))?;
         for (i, place) in places.iter().enumerate() {

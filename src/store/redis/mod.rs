@@ -22,14 +22,15 @@ use cluster::Cluster;
 use connection::{Access, Connection, Target};
 use error::Counts;
 pub use error::{RedisError, RedisErrorKind};
-use node::{Check, Node};
-use script::Script;
+use node::{Acquire, Check, Node};
+use script::{PaceCall, Script};
 use sentinel::Sentinels;
 
 use crate::charge::Charge;
 use crate::decision::Decision;
 use crate::error::{ConfigError, or_panic};
 use crate::log;
+use crate::outbound::{AdaptiveStore, Paced, Pacer, Pacing, Rates};
 use crate::store::Store;
 
 /// How long [`RedisStore::connect`] waits for the first connection before it goes on without.
@@ -274,11 +275,13 @@ fn all<U: AsRef<str>>(urls: impl IntoIterator<Item = U>) -> Result<Vec<Access>, 
 impl RedisStore {
     fn check(&self, charges: &[Charge], deadline: Option<Duration>) -> RedisAcquire {
         let script = Arc::clone(&self.script);
+        let charges = charges.iter().cloned().collect();
         RedisAcquire {
             inner: match &self.topology {
-                Topology::Node(node) => Inner::Check(Box::new(Check::new(Arc::clone(node), script, charges, deadline))),
+                Topology::Node(node) => {
+                    Inner::Check(Box::new(Check::new(Arc::clone(node), Acquire { script, charges }, deadline)))
+                }
                 Topology::Cluster(cluster) => {
-                    let charges = charges.iter().cloned().collect();
                     Inner::Cluster(Box::pin(Arc::clone(cluster).acquire(script, charges, deadline)))
                 }
             },
@@ -299,6 +302,29 @@ impl Store for RedisStore {
     }
 }
 
+impl AdaptiveStore for RedisStore {
+    fn rates(&self) -> Rates {
+        Rates::new(self.clone())
+    }
+}
+
+impl Pacer for RedisStore {
+    fn pace(&self, pacing: Pacing, deadline: Duration) -> Paced {
+        let call = PaceCall { script: Arc::clone(&self.script), pacing };
+        let boxed = |error| -> Box<dyn std::error::Error + Send + Sync> { Box::new(error) };
+        match &self.topology {
+            Topology::Node(node) => {
+                let check = Check::new(Arc::clone(node), call, Some(deadline));
+                Box::pin(async move { check.await.map_err(boxed) })
+            }
+            Topology::Cluster(cluster) => {
+                let check = Arc::clone(cluster).check(call.slot(), call, Some(deadline));
+                Box::pin(async move { check.await.map_err(boxed) })
+            }
+        }
+    }
+}
+
 /// The answer of Redis to come.
 ///
 /// Dropped before it is sent it takes nothing; dropped later the tokens may be taken, and are not given back.
@@ -308,7 +334,7 @@ pub struct RedisAcquire {
 }
 
 enum Inner {
-    Check(Box<Check>),
+    Check(Box<Check<Acquire>>),
     Cluster(Pin<Box<dyn Future<Output = Result<Decision, RedisError>> + Send>>),
 }
 

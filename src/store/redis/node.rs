@@ -20,7 +20,7 @@ use super::breaker::{Breaker, Change, Health, Ticket};
 use super::connection::{Connection, Generation, Open};
 use super::error::{Address, Counts, RedisError, RedisErrorKind};
 use super::script::{self, Script};
-use crate::charge::{Charge, Charges};
+use crate::charge::Charges;
 use crate::decision::Decision;
 use crate::log;
 
@@ -198,10 +198,10 @@ impl Node {
         Some(Place { wire, _permit: permit })
     }
 
-    fn answered(&self, question: &Question, place: &Place, answer: RedisResult<Value>) -> Asked {
-        let result = answer.map_err(RedisError::sent).and_then(|answer| {
-            script::decision(&question.charges, &answer).ok_or(RedisError::new(RedisErrorKind::Reply))
-        });
+    fn answered<C: Call>(&self, question: &Question<C>, place: &Place, answer: RedisResult<Value>) -> Asked<C> {
+        let result = answer
+            .map_err(RedisError::sent)
+            .and_then(|answer| question.call.read(&answer).ok_or(RedisError::new(RedisErrorKind::Reply)));
         if let Err(error) = &result
             && error.ends_the_connection()
         {
@@ -232,9 +232,9 @@ impl Node {
     }
 
     /// Waits for the answer to a check whose caller has gone, as long as it may come.
-    async fn attend(
+    async fn attend<T>(
         self: Arc<Self>,
-        asking: Boxed<'static, Asked>,
+        asking: Boxed<'static, T>,
         generation: Option<Generation>,
         mut given_up: Option<GivenUp>,
     ) {
@@ -326,25 +326,70 @@ struct Place {
     _permit: OwnedSemaphorePermit,
 }
 
+/// A call of a script.
+pub(super) trait Call: Clone + Unpin + Send + Sync + 'static {
+    type Answer: Unpin + Send + 'static;
+
+    /// The call by the script's hash.
+    fn evalsha(&self) -> Cmd;
+
+    /// The same call with the script itself.
+    fn eval(&self) -> Cmd;
+
+    /// What the answer means: `None` for any that the script does not give.
+    fn read(&self, answer: &Value) -> Option<Self::Answer>;
+
+    /// The answer, where there is no question.
+    fn unasked(&self) -> Option<Self::Answer> {
+        None
+    }
+}
+
+/// The charges of one request.
+#[derive(Clone)]
+pub(super) struct Acquire {
+    pub(super) script: Arc<Script>,
+    pub(super) charges: Charges,
+}
+
+impl Call for Acquire {
+    type Answer = Decision;
+
+    fn evalsha(&self) -> Cmd {
+        self.script.evalsha(&self.charges)
+    }
+
+    fn eval(&self) -> Cmd {
+        self.script.eval(&self.charges)
+    }
+
+    fn read(&self, answer: &Value) -> Option<Decision> {
+        script::decision(&self.charges, answer)
+    }
+
+    fn unasked(&self) -> Option<Decision> {
+        if self.charges.is_empty() { Decision::new(&[], &[]) } else { None }
+    }
+}
+
 /// What is asked of the server.
-struct Question {
-    script: Arc<Script>,
-    charges: Charges,
+struct Question<C> {
+    call: C,
     /// The server has said that the keys are on their way to another one, which is this.
     moving: bool,
 }
 
-impl Question {
+impl<C: Call> Question<C> {
     async fn send(&self, cmd: Cmd, place: &mut Place) -> RedisResult<Value> {
         if self.moving { place.wire.ask_for_a_moving_key(cmd).await } else { place.wire.ask(cmd).await }
     }
 }
 
 /// What came of a call.
-enum Asked {
-    Answered(Result<Decision, RedisError>),
+enum Asked<C: Call> {
+    Answered(Result<C::Answer, RedisError>),
     /// The server does not know the script, which proves that nothing ran.
-    NoScript(Question, Place),
+    NoScript(Question<C>, Place),
 }
 
 /// A check whose caller has gone.
@@ -357,7 +402,7 @@ struct GivenUp {
 }
 
 /// One check, on its way.
-pub(super) struct Check {
+pub(super) struct Check<C: Call> {
     node: Arc<Node>,
     ticket: Option<Ticket>,
     /// After that it is late.
@@ -369,22 +414,22 @@ pub(super) struct Check {
     silence: Option<Pin<Box<Sleep>>>,
     /// Redirections are followed.
     follows: bool,
-    stage: Stage,
+    stage: Stage<C>,
 }
 
-enum Stage {
-    New(Question),
+enum Stage<C: Call> {
+    New(Question<C>),
     /// Waits for a place: dropped, it leaves no trace.
-    Entering(Question, Boxed<'static, Result<Place, RedisError>>),
+    Entering(Question<C>, Boxed<'static, Result<Place, RedisError>>),
     /// Sent, on this connection: the tokens may be taken from now on.
-    Asking(Boxed<'static, Asked>, Option<Generation>),
+    Asking(Boxed<'static, Asked<C>>, Option<Generation>),
     Done,
 }
 
-impl Check {
+impl<C: Call> Check<C> {
     /// A check whose caller waits for at most `deadline`, if that is known.
-    pub(super) fn new(node: Arc<Node>, script: Arc<Script>, charges: &[Charge], deadline: Option<Duration>) -> Self {
-        let question = Question { script, charges: charges.iter().cloned().collect(), moving: false };
+    pub(super) fn new(node: Arc<Node>, call: C, deadline: Option<Duration>) -> Self {
+        let question = Question { call, moving: false };
         let outwaits = deadline.is_none_or(|deadline| deadline > SILENCE);
         let (patience, stage) = (deadline.unwrap_or(PATIENCE), Stage::New(question));
         Self { node, ticket: None, patience, answers: 0, outwaits, silence: None, follows: false, stage }
@@ -405,7 +450,7 @@ impl Check {
     }
 
     /// The end of a check whose caller is there, on that connection.
-    fn end(&mut self, result: &Result<Decision, RedisError>, on: Option<Generation>) {
+    fn end(&mut self, result: &Result<C::Answer, RedisError>, on: Option<Generation>) {
         // Where else the key is does not make this server fail, where that is followed.
         let is_followed = |error: &RedisError| self.follows && error.redirect().is_some();
         let result = match result {
@@ -443,8 +488,8 @@ impl Check {
 }
 
 /// Asks, by the script's hash.
-async fn ask(node: Arc<Node>, question: Question, mut place: Place) -> Asked {
-    let answer = question.send(question.script.evalsha(&question.charges), &mut place).await;
+async fn ask<C: Call>(node: Arc<Node>, question: Question<C>, mut place: Place) -> Asked<C> {
+    let answer = question.send(question.call.evalsha(), &mut place).await;
     match answer {
         Err(error) if error.kind() == ErrorKind::Server(ServerErrorKind::NoScript) => Asked::NoScript(question, place),
         answer => node.answered(&question, &place, answer),
@@ -452,35 +497,37 @@ async fn ask(node: Arc<Node>, question: Question, mut place: Place) -> Asked {
 }
 
 /// Asks with the script itself.
-async fn ask_with_the_script(node: Arc<Node>, question: Question, mut place: Place) -> Asked {
-    let answer = question.send(question.script.eval(&question.charges), &mut place).await;
+async fn ask_with_the_script<C: Call>(node: Arc<Node>, question: Question<C>, mut place: Place) -> Asked<C> {
+    let answer = question.send(question.call.eval(), &mut place).await;
     node.answered(&question, &place, answer)
 }
 
-impl Future for Check {
-    type Output = Result<Decision, RedisError>;
+impl<C: Call> Future for Check<C> {
+    type Output = Result<C::Answer, RedisError>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = &mut *self;
         let mut on = None;
         let result = loop {
             match mem::replace(&mut this.stage, Stage::Done) {
-                // No charge, no question.
-                Stage::New(question) if question.charges.is_empty() => {
-                    return Poll::Ready(Decision::new(&[], &[]).ok_or(RedisError::new(RedisErrorKind::Reply)));
-                }
                 // New => Entering | Asking
-                Stage::New(question) => match this.node.breaker.enter(Instant::now()) {
-                    Ok(ticket) => {
-                        this.ticket = Some(ticket);
-                        this.answers = this.node.answers.load(Ordering::Relaxed);
-                        this.stage = match this.node.enter_now() {
-                            Some(place) => Stage::asking(&this.node, place, |node, place| ask(node, question, place)),
-                            None => Stage::Entering(question, Box::pin(Arc::clone(&this.node).enter())),
-                        };
+                Stage::New(question) => {
+                    if let Some(answer) = question.call.unasked() {
+                        return Poll::Ready(Ok(answer));
                     }
-                    Err(retry_after) => break Err(RedisError::breaker_open(retry_after)),
-                },
+                    match this.node.breaker.enter(Instant::now()) {
+                        Ok(ticket) => {
+                            this.ticket = Some(ticket);
+                            this.stage = match this.node.enter_now() {
+                                Some(place) => {
+                                    Stage::asking(&this.node, place, |node, place| ask(node, question, place))
+                                }
+                                None => Stage::Entering(question, Box::pin(Arc::clone(&this.node).enter())),
+                            };
+                        }
+                        Err(retry_after) => break Err(RedisError::breaker_open(retry_after)),
+                    }
+                }
                 // Entering => Asking
                 Stage::Entering(question, mut entering) => match entering.as_mut().poll(cx) {
                     Poll::Ready(Ok(place)) => {
@@ -529,17 +576,17 @@ impl Future for Check {
     }
 }
 
-impl Stage {
+impl<C: Call> Stage<C> {
     fn asking<F>(node: &Arc<Node>, place: Place, ask: impl FnOnce(Arc<Node>, Place) -> F) -> Self
     where
-        F: Future<Output = Asked> + Send + 'static,
+        F: Future<Output = Asked<C>> + Send + 'static,
     {
         let generation = place.wire.generation();
         Self::Asking(Box::pin(ask(Arc::clone(node), place)), generation)
     }
 }
 
-impl Drop for Check {
+impl<C: Call> Drop for Check<C> {
     fn drop(&mut self) {
         let stage = mem::replace(&mut self.stage, Stage::Done);
         let given_up = self.ticket.take().map(|ticket| GivenUp {

@@ -1,28 +1,37 @@
 //! What is sent to `lua/token_bucket.lua`, and what its answer means.
 
 use std::fmt::{self, Write as _};
+use std::sync::Arc;
 
 use redis::{Cmd, Value};
 use smallvec::SmallVec;
 
+use super::node::Call;
 use crate::bucket;
 use crate::charge::{Amount, Charge};
 use crate::decision::{Decision, Reply};
 use crate::error::ConfigError;
 use crate::key::{BucketKey, SecretKey};
+use crate::outbound::Pacing;
+use crate::pace::{PaceAsk, PaceReply};
+use crate::quota::Quota;
 
 const SOURCE: &str = include_str!("../../../lua/token_bucket.lua");
+const PACE: &str = include_str!("../../../lua/pace.lua");
 
-/// The script, and how buckets are named.
+/// The scripts, and how buckets are named.
+#[derive(Clone)]
 pub(super) struct Script {
     hash: String,
+    pace_hash: String,
     prefix: Box<str>,
     secret: Option<SecretKey>,
 }
 
 impl Script {
     pub(super) fn new() -> Self {
-        Self { hash: redis::Script::new(SOURCE).get_hash().to_owned(), prefix: "tb".into(), secret: None }
+        let hash = |source| redis::Script::new(source).get_hash().to_owned();
+        Self { hash: hash(SOURCE), pace_hash: hash(PACE), prefix: "tb".into(), secret: None }
     }
 
     pub(super) fn with_prefix(&self, prefix: &str) -> Result<Self, ConfigError> {
@@ -30,11 +39,11 @@ impl Script {
         if prefix.is_empty() || prefix.len() > 64 || !prefix.bytes().all(allowed) {
             return Err(ConfigError::Prefix { prefix: prefix.to_owned() });
         }
-        Ok(Self { hash: self.hash.clone(), prefix: prefix.into(), secret: self.secret.clone() })
+        Ok(Self { prefix: prefix.into(), ..self.clone() })
     }
 
     pub(super) fn with_secret(&self, secret: &[u8]) -> Self {
-        Self { hash: self.hash.clone(), prefix: self.prefix.clone(), secret: Some(SecretKey::new(secret)) }
+        Self { secret: Some(SecretKey::new(secret)), ..self.clone() }
     }
 
     /// The call by the script's hash.
@@ -84,6 +93,28 @@ impl Script {
         }
     }
 
+    /// A call of `lua/pace.lua`, by its hash or with the script itself.
+    fn pace(&self, verb: &str, script: &str, pacing: &Pacing) -> Cmd {
+        let Pacing { limit, key, settings, ask } = pacing;
+        let name = Charge::new(limit.clone(), *key, Quota::per_second(1), Amount::Peek);
+        let mut text = String::with_capacity(128);
+        self.write_key(&mut text, &name);
+        let (kind, amount, random) = match ask {
+            PaceAsk::Take(tokens) => ("take", i64::try_from(*tokens).unwrap_or(i64::MAX), 0),
+            PaceAsk::Look => ("look", 0, 0),
+            PaceAsk::Refused { hint_us: Some(hint), .. } => ("refused", i64::try_from(*hint).unwrap_or(i64::MAX), 0),
+            PaceAsk::Refused { hint_us: None, random_ppm } => ("refused", -1, *random_ppm),
+        };
+        let mut cmd = Cmd::new();
+        cmd.arg(verb).arg(script).arg(1).arg(text).arg(kind).arg(amount).arg(random);
+        for setting in
+            [settings.capacity, settings.ceiling, settings.floor, settings.decrease_ppm, settings.increase_ppm]
+        {
+            cmd.arg(setting);
+        }
+        cmd
+    }
+
     /// `tb:v1:{identity}:limit`: the identity is the hash tag, so that all limits on it share a slot.
     fn write_key(&self, text: &mut String, charge: &Charge) {
         let _ = write!(text, "{}:v1:{{{}}}:{}", self.prefix, self.identity(charge), charge.limit());
@@ -111,6 +142,42 @@ impl fmt::Debug for Script {
             .field("prefix", &self.prefix)
             .field("secret", &self.secret.is_some())
             .finish()
+    }
+}
+
+/// One question about a rate that adapts.
+#[derive(Clone)]
+pub(super) struct PaceCall {
+    pub(super) script: Arc<Script>,
+    pub(super) pacing: Pacing,
+}
+
+impl PaceCall {
+    pub(super) fn slot(&self) -> usize {
+        let Pacing { limit, key, .. } = &self.pacing;
+        self.script.slot(&Charge::new(limit.clone(), *key, Quota::per_second(1), Amount::Peek))
+    }
+}
+
+impl Call for PaceCall {
+    type Answer = PaceReply;
+
+    fn evalsha(&self) -> Cmd {
+        self.script.pace("EVALSHA", &self.script.pace_hash, &self.pacing)
+    }
+
+    fn eval(&self) -> Cmd {
+        self.script.pace("EVAL", PACE, &self.pacing)
+    }
+
+    fn read(&self, answer: &Value) -> Option<PaceReply> {
+        let Value::Array(values) = answer else { return None };
+        let [Value::Int(allowed), Value::Int(level), Value::Int(ahead), Value::Int(rate)] = values[..] else {
+            return None;
+        };
+        let settings = &self.pacing.settings;
+        let rate = u64::try_from(rate).ok().filter(|rate| (settings.floor..=settings.ceiling).contains(rate))?;
+        Some(PaceReply { allowed: allowed == 1, level, ahead_us: u64::try_from(ahead).ok()?, rate })
     }
 }
 

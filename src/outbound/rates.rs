@@ -1,0 +1,56 @@
+//! Rates that adapt, as stores keep them.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::charge::LimitName;
+use crate::key::BucketKey;
+use crate::pace::{PaceAsk, PaceReply, PaceSettings};
+use crate::store::Store;
+
+/// A store that also keeps rates that adapt: [`MemoryStore`](crate::MemoryStore), `RedisStore`, and those that hand on the
+/// [`Rates`] of another.
+pub trait AdaptiveStore: Store {
+    /// What keeps the rates.
+    fn rates(&self) -> Rates;
+}
+
+/// What keeps rates that adapt: a bucket, its rate and the cooldown of each key, which are read and written in one step.
+#[derive(Clone)]
+pub struct Rates(Arc<dyn Pacer>);
+
+impl Rates {
+    pub(crate) fn new(pacer: impl Pacer) -> Self {
+        Self(Arc::new(pacer))
+    }
+
+    pub(super) fn pace(&self, pacing: Pacing, deadline: Duration) -> Paced {
+        self.0.pace(pacing, deadline)
+    }
+}
+
+impl fmt::Debug for Rates {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Rates").finish_non_exhaustive()
+    }
+}
+
+pub(crate) trait Pacer: Send + Sync + 'static {
+    fn pace(&self, pacing: Pacing, deadline: Duration) -> Paced;
+}
+
+/// The answer to come.
+pub(crate) type Paced =
+    Pin<Box<dyn Future<Output = Result<PaceReply, Box<dyn std::error::Error + Send + Sync>>> + Send>>;
+
+/// One question about a bucket.
+#[derive(Clone, Debug)]
+pub(crate) struct Pacing {
+    pub(crate) limit: LimitName,
+    pub(crate) key: BucketKey,
+    pub(crate) settings: PaceSettings,
+    pub(crate) ask: PaceAsk,
+}

@@ -1,0 +1,267 @@
+//! The arithmetic of a bucket whose rate adapts to what a peer says: pure functions of stored state, settings and now.
+//!
+//! All numbers are integers below 2⁵³, so that `lua/pace.lua` computes the same with doubles. Rates are in thousandths of a
+//! token per second, and a token has 10⁹ units: in e microseconds a bucket earns e·rate units.
+
+use crate::error::ConfigError;
+use crate::quota::UNITS_MAX;
+
+/// Units of a token.
+pub(crate) const UNITS: u64 = 1_000_000_000;
+/// From here on a rate is in whole tokens per second.
+const WHOLE: u64 = 1_000_000;
+/// A million tokens per second.
+const RATE_MAX: u64 = 1_000_000_000;
+/// A rate is cut at most once, and raised at most once, in this time.
+const INTERVAL_US: u64 = 1_000_000;
+/// No cooldown is longer.
+const COOLDOWN_MAX_US: u64 = 3_600_000_000;
+/// The first cooldown of a peer that gives no hint; each further one doubles it, up to the longest.
+const BACKOFF_US: u64 = 500_000;
+const BACKOFF_MAX_US: u64 = 60_000_000;
+/// A stored time further ahead of the clock, and no cooldown, is set to now: the clock has stepped back.
+const AHEAD_MAX_US: u64 = 1_000_000;
+/// A rate that has been cut is remembered for so long.
+const MEMORY_US: u64 = 86_400_000_000;
+
+/// How a rate adapts to a peer: a part of a [`Limiter`](crate::outbound::Limiter), shared by all senders through the store.
+///
+/// A 429 multiplies the rate by `decrease`, at most once a second and never below `floor`. Each second without one in
+/// which at least half of the rate was used multiplies it by `increase`, never above `ceiling`. The rate starts at the
+/// ceiling.
+///
+/// # Example
+///
+/// ```
+/// use tower_token_bucket::outbound::{AdaptiveRate, Limiter};
+/// use tower_token_bucket::{MemoryStore, Quota};
+///
+/// let limiter = Limiter::new(MemoryStore::new(), "webhooks", Quota::per_second(100).with_capacity(20))
+///     .adaptive(AdaptiveRate { floor: 0.5, ..AdaptiveRate::below(100.0) });
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AdaptiveRate {
+    /// The highest rate, in tokens per second: 0.001 to 1,000,000, rounded to a thousandth below 1000 and to a whole
+    /// token above.
+    pub ceiling: f64,
+    /// The lowest rate, in tokens per second: 0.001 to the ceiling.
+    pub floor: f64,
+    /// What a 429 multiplies the rate by: 0 to below 1.
+    pub decrease: f64,
+    /// What a second without one multiplies it by: above 1, to 8. It grows by a thousandth of a token per second at
+    /// least, by a whole token above 1000.
+    pub increase: f64,
+}
+
+impl AdaptiveRate {
+    /// At most `ceiling` tokens per second, at least a hundredth of that; halved, and raised by a tenth.
+    #[must_use]
+    pub const fn below(ceiling: f64) -> Self {
+        Self { ceiling, floor: ceiling / 100.0, decrease: 0.5, increase: 1.10 }
+    }
+}
+
+/// The same, as checked integers, with the capacity of the bucket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PaceSettings {
+    pub(crate) capacity: u64,
+    pub(crate) ceiling: u64,
+    pub(crate) floor: u64,
+    pub(crate) decrease_ppm: u64,
+    pub(crate) increase_ppm: u64,
+}
+
+impl PaceSettings {
+    pub(crate) fn try_new(capacity: u64, rate: AdaptiveRate) -> Result<Self, ConfigError> {
+        let refused = |setting: &str, value: f64, allowed: &str| {
+            Err(ConfigError::AdaptiveRate { reason: format!("{setting} {value} is not allowed: {allowed}") })
+        };
+        let thousandths = |rate: f64| (rate * 1000.0).round() as u64;
+        let (ceiling, floor) = (thousandths(rate.ceiling), thousandths(rate.floor));
+        // NaN becomes 0.
+        if !(1..=RATE_MAX).contains(&ceiling) {
+            return refused("ceiling", rate.ceiling, "0.001 to 1000000 tokens per second are");
+        }
+        // A floor that rounds to nothing is the least there is.
+        let floor = floor.max(1);
+        if !rate.floor.is_finite() || rate.floor < 0.0 || floor > ceiling {
+            return refused("floor", rate.floor, "0.001 to the ceiling are");
+        }
+        if !(rate.decrease >= 0.0 && rate.decrease < 1.0) {
+            return refused("decrease", rate.decrease, "0 to below 1 are");
+        }
+        if !(rate.increase > 1.0 && rate.increase <= 8.0) {
+            return refused("increase", rate.increase, "above 1 to 8 are");
+        }
+        if capacity > UNITS_MAX / UNITS {
+            let most = UNITS_MAX / UNITS;
+            return refused("capacity", capacity as f64, &format!("1 to {most} tokens are where the rate adapts"));
+        }
+        let ppm = |factor: f64| (factor * 1e6).round() as u64;
+        Ok(Self {
+            capacity,
+            ceiling: whole(ceiling),
+            floor: whole(floor),
+            decrease_ppm: ppm(rate.decrease),
+            increase_ppm: ppm(rate.increase),
+        })
+    }
+
+    pub(crate) fn full(&self) -> i64 {
+        (self.capacity * UNITS) as i64
+    }
+
+    /// One `n`-th of the capacity and of the rates, at least the least of each.
+    pub(crate) fn share(&self, n: u32) -> Self {
+        let share = |of: u64| (of / u64::from(n)).max(1);
+        Self {
+            capacity: share(self.capacity),
+            ceiling: whole(share(self.ceiling)),
+            floor: whole(share(self.floor)),
+            ..*self
+        }
+    }
+}
+
+/// A rate as it may be: whole tokens above 1000 per second.
+fn whole(rate: u64) -> u64 {
+    if rate >= WHOLE { rate - rate % 1000 } else { rate }
+}
+
+/// What is kept between two calls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Pace {
+    /// When the level was that, in microseconds: in the future during a cooldown.
+    pub(crate) at_us: u64,
+    pub(crate) level: i64,
+    /// In thousandths of a token per second.
+    pub(crate) rate: u64,
+    /// When the cooldown ends.
+    pub(crate) until_us: u64,
+    /// When the rate was last cut.
+    pub(crate) cut_us: u64,
+    /// Since when the use is counted, and the tokens used since.
+    pub(crate) since_us: u64,
+    pub(crate) used: u64,
+    /// Refusals without a hint since the last second without one.
+    pub(crate) strikes: u64,
+}
+
+/// What is asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PaceAsk {
+    /// Tokens, if they are there.
+    Take(u64),
+    /// The rate, and nothing else.
+    Look,
+    /// The peer refused: with a time to wait, or with a fraction of the back-off, in millionths.
+    Refused { hint_us: Option<u64>, random_ppm: u64 },
+}
+
+/// What is answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PaceReply {
+    pub(crate) allowed: bool,
+    pub(crate) level: i64,
+    /// From when on that refills, counted from now.
+    pub(crate) ahead_us: u64,
+    pub(crate) rate: u64,
+}
+
+impl Pace {
+    fn read(stored: Option<Self>, settings: &PaceSettings, now_us: u64) -> Self {
+        let full = settings.full();
+        let Some(stored) = stored else {
+            let (level, rate) = (full, settings.ceiling);
+            let (until_us, cut_us, used, strikes) = (0, 0, 0, 0);
+            return Self { at_us: now_us, level, rate, until_us, cut_us, since_us: now_us, used, strikes };
+        };
+        let mut pace = stored;
+        pace.rate = pace.rate.clamp(settings.floor, settings.ceiling);
+        pace.level = pace.level.clamp(-full, full);
+        // A clock that has stepped back keeps nobody out for longer than a cooldown can last.
+        pace.until_us = pace.until_us.min(now_us + COOLDOWN_MAX_US);
+        pace.cut_us = pace.cut_us.min(now_us);
+        pace.since_us = pace.since_us.min(now_us.max(pace.until_us));
+        if pace.at_us > (now_us + AHEAD_MAX_US).max(pace.until_us) {
+            pace.at_us = now_us;
+        }
+        if now_us > pace.at_us {
+            let earned = (now_us - pace.at_us).saturating_mul(pace.rate);
+            let missing = (full - pace.level) as u64;
+            pace.level = if earned >= missing { full } else { pace.level + earned as i64 };
+            pace.at_us = now_us;
+        }
+        pace.grow(settings, now_us);
+        pace
+    }
+
+    /// Raises the rate after an interval in which at least half of it was used.
+    fn grow(&mut self, settings: &PaceSettings, now_us: u64) {
+        if now_us < self.since_us + INTERVAL_US {
+            return;
+        }
+        let ms = ((now_us - self.since_us) / 1000).min(4_000_000);
+        if self.used * 2_000_000 >= self.rate * ms {
+            let least = self.rate + if self.rate < WHOLE { 1 } else { 1000 };
+            let raised = whole(self.rate * settings.increase_ppm / 1_000_000);
+            self.rate = raised.max(least).min(settings.ceiling);
+        }
+        (self.since_us, self.used, self.strikes) = (now_us, 0, 0);
+    }
+
+    fn reply(&self, allowed: bool, now_us: u64) -> PaceReply {
+        PaceReply { allowed, level: self.level, ahead_us: self.at_us.saturating_sub(now_us), rate: self.rate }
+    }
+
+    /// How long the state has to be kept, counted from `now_us`, in milliseconds: until the bucket is full, and a day more
+    /// where the rate is not the highest.
+    pub(crate) fn life_ms(&self, settings: &PaceSettings, now_us: u64) -> u64 {
+        let missing = (settings.full() - self.level).max(0) as u64;
+        let memory = if self.rate < settings.ceiling || self.strikes > 0 { MEMORY_US } else { 0 };
+        (self.at_us + missing.div_ceil(self.rate) + memory).saturating_sub(now_us).div_ceil(1000).max(1)
+    }
+}
+
+/// Answers what is asked, and changes what is stored.
+pub(crate) fn ask(stored: &mut Option<Pace>, settings: &PaceSettings, ask: PaceAsk, now_us: u64) -> PaceReply {
+    let mut pace = Pace::read(*stored, settings, now_us);
+    match ask {
+        PaceAsk::Look => return pace.reply(true, now_us),
+        PaceAsk::Take(cost) => {
+            let units = (cost.min(2 * settings.capacity) * UNITS) as i64;
+            // A time ahead of the clock by less than a cooldown is one that the clock has stepped back from.
+            if now_us < pace.until_us || pace.level < units {
+                return pace.reply(false, now_us);
+            }
+            pace.level -= units;
+            pace.used = (pace.used + cost).min(1 << 31);
+        }
+        PaceAsk::Refused { hint_us, random_ppm } => {
+            let cooldown = match hint_us {
+                Some(hint) => hint.min(COOLDOWN_MAX_US),
+                None => (BACKOFF_US << pace.strikes.min(7)).min(BACKOFF_MAX_US) * random_ppm / 1_000_000,
+            };
+            pace.strikes = if hint_us.is_some() { 0 } else { (pace.strikes + 1).min(7) };
+            pace.until_us = pace.until_us.max(now_us + cooldown);
+            // It refills from the end of the cooldown only.
+            pace.level = pace.level.min(0);
+            pace.at_us = pace.at_us.max(pace.until_us);
+            (pace.since_us, pace.used) = (pace.until_us, 0);
+            if now_us >= pace.cut_us + INTERVAL_US {
+                pace.rate = whole(pace.rate * settings.decrease_ppm / 1_000_000).max(settings.floor);
+                pace.cut_us = now_us;
+            }
+        }
+    }
+    *stored = Some(pace);
+    pace.reply(true, now_us)
+}
+
+/// `at:level:rate:until:cut:since:used:strikes`, eight integers: what a store keeps as text.
+impl std::fmt::Display for Pace {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { at_us, level, rate, until_us, cut_us, since_us, used, strikes } = self;
+        write!(f, "{at_us}:{level}:{rate}:{until_us}:{cut_us}:{since_us}:{used}:{strikes}")
+    }
+}
