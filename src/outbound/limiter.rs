@@ -355,9 +355,7 @@ impl<St: Store> Shared<St> {
                 let (level, rate) = (settings.full(), settings.ceiling);
                 Ok(PaceReply { allowed: true, level, ahead_us: 0, rate })
             }
-            OnStoreFailure::Deny => {
-                Err(AcquireError::StoreFailed { retry_after: retry_after.unwrap_or(RETRY_AFTER) })
-            }
+            OnStoreFailure::Deny => Err(AcquireError::StoreFailed { retry_after: retry_after.unwrap_or(RETRY_AFTER) }),
         }
     }
 

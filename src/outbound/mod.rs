@@ -18,6 +18,11 @@
 //! # }
 //! ```
 //!
+//! # A peer's own word
+//!
+//! With [`Limiter::adaptive`] all senders share what the peer says: a 429, or a 503 with `Retry-After`, empties the bucket
+//! until the time that it names is over, and lowers the rate; seconds without one raise it again. See [`AdaptiveRate`].
+//!
 //! # Which quota
 //!
 //! A peer that publishes "100 requests per second, bursts to 200" is `Quota::per_second(100).with_capacity(200)`. Take a

@@ -8,14 +8,15 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use http::Request;
 use http::request::Parts;
+use http::{Request, Response};
 use pin_project_lite::pin_project;
 use tower_layer::Layer;
 use tower_service::Service;
 
 use super::error::{AcquireError, ThrottleError};
 use super::limiter::Limiter;
+use super::retry_after::refusal;
 use crate::cost::{Cost, CostTable};
 use crate::key::{BucketKey, KeyExtractor, NoKey};
 use crate::store::Store;
@@ -53,6 +54,9 @@ impl KeyExtractor for Host {
 /// The key is the [`Host`] by default; an endpoint's id that your own code puts into the request's extensions is
 /// [`Identity::of`](crate::Identity::of). A request that gets no tokens in time is [`ThrottleError::Acquire`], distinct
 /// from the errors of the inner service: put it back into its queue and count no attempt.
+///
+/// With an [adaptive](Limiter::adaptive) limiter, a 429 of the peer, or a 503 with a `Retry-After`, is reported to all
+/// senders before the response is handed on.
 ///
 /// Where a request is retried, put this layer inside the retries, so that each attempt waits for its own tokens. A timeout
 /// belongs inside this layer as well, so that waiting is not counted.
@@ -145,14 +149,14 @@ impl<S: fmt::Debug, St> fmt::Debug for Throttle<S, St> {
     }
 }
 
-impl<S, St, B> Service<Request<B>> for Throttle<S, St>
+impl<S, St, B, ResBody> Service<Request<B>> for Throttle<S, St>
 where
-    S: Service<Request<B>> + Clone,
+    S: Service<Request<B>, Response = Response<ResBody>> + Clone,
     St: Store,
 {
     type Response = S::Response;
     type Error = ThrottleError<S::Error>;
-    type Future = ResponseFuture<S, B>;
+    type Future = ResponseFuture<S, St, B>;
 
     fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
         Poll::Ready(Ok(()))
@@ -164,44 +168,53 @@ where
         // What costs nothing needs no key.
         let key = if cost == 0 { Ok(BucketKey::global()) } else { self.shared.key.extract(&parts) };
         let limiter = self.shared.limiter.clone();
-        let acquire: Acquire = Box::pin(async move {
-            let key = key.map_err(AcquireError::NoKey)?;
-            limiter.acquire(key, cost).await
+        let asked = key.clone();
+        let acquire: Acquire = Box::pin({
+            let limiter = limiter.clone();
+            async move { limiter.acquire(asked.map_err(AcquireError::NoKey)?, cost).await }
         });
         let request = Some(Request::from_parts(parts, body));
-        ResponseFuture { state: State::Acquiring { acquire, call: Some((self.inner.clone(), request)) } }
+        // What costs nothing has no rate.
+        let key = key.ok().filter(|_| cost > 0);
+        ResponseFuture { limiter, key, state: State::Acquiring { acquire, call: Some((self.inner.clone(), request)) } }
     }
 }
 
 type Acquire = Pin<Box<dyn Future<Output = Result<Duration, AcquireError>> + Send>>;
+type Report = Pin<Box<dyn Future<Output = Result<(), AcquireError>> + Send>>;
 
 pin_project! {
     /// The response to come of a [`Throttle`].
     #[must_use = "futures do nothing unless polled"]
-    pub struct ResponseFuture<S, B>
+    pub struct ResponseFuture<S, St, B>
     where
         S: Service<Request<B>>,
     {
+        limiter: Limiter<St>,
+        key: Option<BucketKey>,
         #[pin]
-        state: State<S, S::Future, B>,
+        state: State<S, S::Future, S::Response, B>,
     }
 }
 
 pin_project! {
     /// Named by what is polled.
     #[project = StateProject]
-    enum State<S, F, B> {
+    enum State<S, F, R, B> {
         Acquiring { acquire: Acquire, call: Option<(S, Option<Request<B>>)> },
         // The tokens are there, and the inner service may not be.
         Readying { inner: S, request: Option<Request<B>> },
         Calling { #[pin] response: F },
+        // The peer has refused, and the senders have to hear of it before anything else is sent.
+        Reporting { report: Report, response: Option<R> },
         Done,
     }
 }
 
-impl<S, B> Future for ResponseFuture<S, B>
+impl<S, St, B, ResBody> Future for ResponseFuture<S, St, B>
 where
-    S: Service<Request<B>>,
+    S: Service<Request<B>, Response = Response<ResBody>>,
+    St: Store,
 {
     type Output = Result<S::Response, ThrottleError<S::Error>>;
 
@@ -228,8 +241,26 @@ where
                     }
                     Err(error) => Err(ThrottleError::Inner(error)),
                 },
-                // Calling => Done
-                StateProject::Calling { response } => ready!(response.poll(cx)).map_err(ThrottleError::Inner),
+                // Calling => Reporting | Done
+                StateProject::Calling { response } => {
+                    let result = ready!(response.poll(cx)).map_err(ThrottleError::Inner);
+                    let said = result.as_ref().ok().and_then(refusal);
+                    match (result, said, *this.key) {
+                        (Ok(response), Some(retry_after), Some(key)) => {
+                            let limiter = this.limiter.clone();
+                            let report: Report = Box::pin(async move { limiter.refused(key, retry_after).await });
+                            this.state.set(State::Reporting { report, response: Some(response) });
+                            continue;
+                        }
+                        (result, ..) => result,
+                    }
+                }
+                // Reporting => Done
+                StateProject::Reporting { report, response } => {
+                    // Where the store fails nothing more can be done about it; the response is the caller's all the same.
+                    let _ = ready!(report.as_mut().poll(cx));
+                    Ok(response.take().expect("polled after completion"))
+                }
                 StateProject::Done => panic!("polled after completion"),
             };
             this.state.set(State::Done);
@@ -238,7 +269,7 @@ where
     }
 }
 
-impl<S, B> fmt::Debug for ResponseFuture<S, B>
+impl<S, St, B> fmt::Debug for ResponseFuture<S, St, B>
 where
     S: Service<Request<B>>,
 {
