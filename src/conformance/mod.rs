@@ -15,7 +15,9 @@
 //! ```
 
 mod model;
+mod pace;
 mod suite;
 
 pub use model::Model;
+pub use pace::{RateModel, RateReply};
 pub use suite::check;
