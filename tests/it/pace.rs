@@ -107,12 +107,12 @@ fn the_script_says_and_stores_what_the_model_does() {
                 4..=9 => now_us,
                 _ => now_us + random.below(2 * step_us + 1),
             };
-            let ask = match random.below(12) {
+            let ask = match random.below(30) {
                 0 => Ask::Refused(None, random.below(1_000_000)),
                 1 => Ask::Refused(Some(random.magnitude(5_000_000_000)), 0),
                 2 => Ask::Look,
                 // All that there is, so that at least half of the rate is used.
-                3..=6 => Ask::Take((look.level().max(0) as u64 / 1_000_000_000).max(1)),
+                3..=14 => Ask::Take((look.level().max(0) as u64 / 1_000_000_000).max(1)),
                 _ => Ask::Take(1 + random.magnitude(capacity)),
             };
             let before = model.state();
