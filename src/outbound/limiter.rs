@@ -13,6 +13,7 @@ use super::queue::{Answer, Known, Queue, Waiter, random};
 use super::rates::{AdaptiveStore, Pacing, Rates};
 use crate::charge::{Amount, Charge, LimitName};
 use crate::checks::Checks;
+use crate::decision::Source;
 use crate::error::{ConfigError, or_panic};
 use crate::failure::{OnStoreFailure, RETRY_AFTER};
 use crate::key::BucketKey;
@@ -243,7 +244,7 @@ impl<St: Store> Limiter<St> {
     pub async fn rate(&self, key: BucketKey) -> Result<f64, AcquireError> {
         match &self.shared.adaptive {
             Some(adaptive) => {
-                let reply = self.shared.pace(adaptive, key, PaceAsk::Look).await?;
+                let (reply, _) = self.shared.pace(adaptive, key, PaceAsk::Look).await?;
                 Ok(reply.rate as f64 / 1000.0)
             }
             None => {
@@ -266,7 +267,7 @@ impl<St: Store> Limiter<St> {
         let Some(adaptive) = &self.shared.adaptive else { return Ok(()) };
         let hint_us = retry_after.map(|wait| u64::try_from(wait.as_micros()).unwrap_or(u64::MAX));
         let random_ppm = (random() * 1e6) as u64;
-        let reply = self.shared.pace(adaptive, key, PaceAsk::Refused { hint_us, random_ppm }).await?;
+        let (reply, _) = self.shared.pace(adaptive, key, PaceAsk::Refused { hint_us, random_ppm }).await?;
         let queues = self.shared.queues.of.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(queue) = queues.get(&key) {
             queue.heard(Known::of_pace(&reply, Instant::now()));
@@ -303,42 +304,53 @@ impl<St: Store> Shared<St> {
         let mut is_new = false;
         let queue = queues.entry(key).or_insert_with(|| {
             is_new = true;
-            Arc::new(Queue::new(self.quota))
+            Arc::new(Queue::new(self.quota.capacity()))
         });
         let answer = queue.push(cost, now, max_wait)?;
         let queue = Arc::clone(queue);
         drop(queues);
         if is_new {
-            tokio::spawn(Arc::clone(self).serve(key, queue));
+            // Made here, so that nobody waits for a task that no runtime runs.
+            let serving = Serving { queues: Arc::clone(&self.queues), key, queue };
+            tokio::spawn(Arc::clone(self).serve(serving));
         }
         Ok(answer)
     }
 
-    /// Asks for tokens: whether they are taken, and what the bucket holds; or when the store is asked again.
-    async fn ask(&self, key: BucketKey, cost: u64) -> Result<(bool, Option<Known>), Duration> {
+    /// Asks for tokens, of which the first needs so many: those that are given, if any, and what the bucket holds; or when
+    /// the store is asked again.
+    async fn ask(&self, key: BucketKey, cost: u64, first: u64) -> Result<(Option<u64>, Option<Known>), Duration> {
+        // The share of a process that is on its own may be smaller than what was asked for all together.
+        let given = |is_local: bool| {
+            let share = self.quota.share(self.checks.share).capacity();
+            if is_local { cost.min(share).max(first) } else { cost }
+        };
         if let Some(adaptive) = &self.adaptive {
             return match self.pace(adaptive, key, PaceAsk::Take(cost)).await {
-                Ok(reply) => Ok((reply.allowed, Some(Known::of_pace(&reply, Instant::now())))),
+                Ok((reply, is_local)) => {
+                    Ok((reply.allowed.then(|| given(is_local)), Some(Known::of_pace(&reply, Instant::now()))))
+                }
                 Err(error) => Err(error.retry_after().unwrap_or_default()),
             };
         }
         let charge = Charge::new(self.limit.clone(), key, self.quota, Amount::Take(cost));
         let Verdict { decision, refused } = self.checks.check(&[charge]).await;
-        match refused {
-            Some(Reason::StoreFailed { retry_after }) => Err(retry_after),
-            _ => Ok((decision.is_allowed(), Known::of(&decision, Instant::now()))),
+        if let Some(Reason::StoreFailed { retry_after }) = refused {
+            return Err(retry_after);
         }
+        let given = decision.is_allowed().then(|| given(decision.source() == Source::Local));
+        Ok((given, Known::of(&decision, Instant::now())))
     }
 
-    /// Asks about a rate that adapts; where the store fails, by its policy.
-    async fn pace(&self, adaptive: &Adaptive, key: BucketKey, ask: PaceAsk) -> Result<PaceReply, AcquireError> {
+    /// Asks about a rate that adapts; where the store fails, by its policy. And whether this process was on its own.
+    async fn pace(&self, adaptive: &Adaptive, key: BucketKey, ask: PaceAsk) -> Result<(PaceReply, bool), AcquireError> {
         let Adaptive { settings, rates, local } = adaptive;
         let mut pacing = Pacing { limit: self.limit.clone(), key, settings: *settings, ask };
         let Checks { deadline, on_store_failure, share, .. } = self.checks;
         let retry_after = match timeout(deadline, rates.pace(pacing.clone(), deadline)).await {
             Ok(Ok(reply)) => {
                 self.checks.failures.answered();
-                return Ok(reply);
+                return Ok((reply, false));
             }
             Ok(Err(error)) => self.checks.failed(&*error),
             Err(_) => self.checks.too_late(),
@@ -349,36 +361,61 @@ impl<St: Store> Shared<St> {
                 if let PaceAsk::Take(cost) = &mut pacing.ask {
                     *cost = (*cost).min(pacing.settings.capacity);
                 }
-                Ok(local.pace_now(&pacing))
+                Ok((local.pace_now(&pacing), true))
             }
             OnStoreFailure::Allow => {
                 let (level, rate) = (settings.full(), settings.ceiling);
-                Ok(PaceReply { allowed: true, level, ahead_us: 0, rate })
+                Ok((PaceReply { allowed: true, level, ahead_us: 0, rate }, false))
             }
             OnStoreFailure::Deny => Err(AcquireError::StoreFailed { retry_after: retry_after.unwrap_or(RETRY_AFTER) }),
         }
     }
 
     /// Gives tokens to those who wait for this key, until nobody does.
-    async fn serve(self: Arc<Self>, key: BucketKey, queue: Arc<Queue>) {
+    async fn serve(self: Arc<Self>, serving: Serving) {
+        let queue = &serving.queue;
         loop {
-            let Some(cost) = queue.next(Instant::now()) else {
-                let mut queues = self.queues.of.lock().unwrap_or_else(PoisonError::into_inner);
-                // Somebody may have come between the two.
-                if queue.is_empty() {
-                    queues.remove(&key);
-                    return;
-                }
-                continue;
-            };
-            match cost {
-                Ok(cost) => match self.ask(key, cost).await {
-                    Ok((is_allowed, known)) => queue.answered(cost, is_allowed, known, Instant::now()),
+            match queue.next(Instant::now()) {
+                Some(Ok((cost, first))) => match self.ask(serving.key, cost, first).await {
+                    Ok((given, known)) => queue.answered(given, known, Instant::now()),
                     Err(retry_after) => queue.fail(retry_after),
                 },
-                Err(until) => queue.changed_until(until).await,
+                Some(Err(until)) => queue.changed_until(until).await,
+                // Unless somebody has come since.
+                None if serving.is_over() => return,
+                None => {}
             }
         }
+    }
+}
+
+/// A queue that is served. When that ends, in whatever way, nobody waits for it any longer.
+struct Serving {
+    queues: Arc<Queues>,
+    key: BucketKey,
+    queue: Arc<Queue>,
+}
+
+impl Serving {
+    /// Takes the queue out of the map if nobody waits.
+    fn is_over(&self) -> bool {
+        let mut queues = self.queues.of.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_over = self.queue.is_empty();
+        if is_over {
+            queues.remove(&self.key);
+        }
+        is_over
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        let mut queues = self.queues.of.lock().unwrap_or_else(PoisonError::into_inner);
+        if queues.get(&self.key).is_some_and(|queue| Arc::ptr_eq(queue, &self.queue)) {
+            queues.remove(&self.key);
+        }
+        drop(queues);
+        self.queue.fail(RETRY_AFTER);
     }
 }
 

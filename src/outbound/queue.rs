@@ -15,14 +15,18 @@ use tokio::time::{Instant, timeout_at};
 use super::error::AcquireError;
 use crate::decision::Decision;
 use crate::pace::{PaceReply, UNITS};
-use crate::quota::Quota;
 
 /// The first asks again at least so often, so that a changed rate or a refund is noticed.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
 
+/// All are looked through again when the last has to wait so much longer.
+const LATE: Duration = Duration::from_millis(1);
+/// Longer than anybody waits, and short enough to be added to any time.
+const FOR_EVER: Duration = Duration::from_secs(1 << 32);
+
 /// Those that wait for one key.
 pub(super) struct Queue {
-    quota: Quota,
+    capacity: u64,
     state: Mutex<State>,
     /// Somebody has left.
     changed: Notify,
@@ -31,10 +35,18 @@ pub(super) struct Queue {
 #[derive(Default)]
 struct State {
     places: VecDeque<Place>,
+    /// What they cost together, without those that have left.
+    waiting: u64,
+    /// Tokens that somebody left behind who was given them: the next have them.
+    credit: u64,
     known: Option<Known>,
     asked: Option<Instant>,
     /// Beyond the promised moment, after somebody else was quicker.
     jitter: Duration,
+    /// By how much the last has to wait longer than when all were last looked through.
+    late: Duration,
+    /// Somebody has left.
+    left: bool,
 }
 
 struct Place {
@@ -46,8 +58,9 @@ struct Place {
 /// What the bucket held when it was last heard of.
 #[derive(Clone, Copy)]
 pub(super) struct Known {
-    /// From when on it refills.
     at: Instant,
+    /// It refills from then on.
+    ahead: Duration,
     /// In units of 1/p token at a refill rate of n tokens in p microseconds.
     level: i64,
     n: u64,
@@ -58,28 +71,30 @@ impl Known {
     pub(super) fn of(decision: &Decision, now: Instant) -> Option<Self> {
         let outcome = decision.outcomes().first()?;
         let (reply, quota) = (outcome.reply()?, outcome.quota());
-        let at = now + Duration::from_micros(reply.ahead_us());
-        Some(Self { at, level: reply.level(), n: quota.tokens(), p: quota.per_us() })
+        let ahead = Duration::from_micros(reply.ahead_us());
+        Some(Self { at: now, ahead, level: reply.level(), n: quota.tokens(), p: quota.per_us() })
     }
 
     pub(super) fn of_pace(reply: &PaceReply, now: Instant) -> Self {
-        Self { at: now + Duration::from_micros(reply.ahead_us), level: reply.level, n: reply.rate, p: UNITS }
+        let ahead = Duration::from_micros(reply.ahead_us);
+        Self { at: now, ahead, level: reply.level, n: reply.rate, p: UNITS }
     }
 
     /// When the bucket will have given that many tokens, if all go to those who wait.
     fn when(&self, tokens: u64) -> Instant {
         let needed = i128::from(tokens) * i128::from(self.p);
         let missing = (needed - i128::from(self.level)).max(0) as u128;
-        let micros = missing.div_ceil(u128::from(self.n));
-        // Longer than anybody waits, where it does not fit.
-        let wait = Duration::from_micros(u64::try_from(micros).unwrap_or(u64::MAX).min(u64::from(u32::MAX) << 16));
-        self.at + wait
+        if missing == 0 {
+            return self.at;
+        }
+        let micros = u64::try_from(missing.div_ceil(u128::from(self.n))).unwrap_or(u64::MAX);
+        self.at + self.ahead + Duration::from_micros(micros).min(FOR_EVER)
     }
 }
 
 impl Queue {
-    pub(super) fn new(quota: Quota) -> Self {
-        Self { quota, state: Mutex::default(), changed: Notify::new() }
+    pub(super) fn new(capacity: u64) -> Self {
+        Self { capacity, state: Mutex::default(), changed: Notify::new() }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -94,41 +109,28 @@ impl Queue {
     /// Joins the end, unless it is known that the tokens are not there in time.
     pub(super) fn push(self: &Arc<Self>, cost: u64, now: Instant, max_wait: Duration) -> Result<Answer, AcquireError> {
         let mut state = self.state();
-        let before: u64 = state.places.iter().map(|place| place.cost).sum();
-        let until = now + max_wait;
+        let until = now + max_wait.min(FOR_EVER);
         if let Some(known) = state.known {
-            let when = known.when(before + cost);
+            let when = known.when((state.waiting + cost).saturating_sub(state.credit));
             if when > until {
                 return Err(AcquireError::NoTokens { retry_after: when - now });
             }
         }
         let (answer, receiver) = oneshot::channel();
         state.places.push_back(Place { cost, until, answer });
+        state.waiting += cost;
         Ok(Answer { queue: Arc::clone(self), receiver, cost, is_done: false })
     }
 
-    /// What to ask the store for now: the costs of the first, and of those after it whose tokens are there too. Or until
-    /// when to wait with that. `None` when nobody waits any more.
-    pub(super) fn next(&self, now: Instant) -> Option<Result<u64, Instant>> {
+    /// What to ask the store for now: the cost of the first, and of those after it whose tokens are there too; and that of
+    /// the first alone. Or until when to wait with that. `None` when nobody waits any more.
+    pub(super) fn next(&self, now: Instant) -> Option<Result<(u64, u64), Instant>> {
         let mut state = self.state();
-        let State { places, known, asked, jitter } = &mut *state;
-        places.retain(|place| !place.answer.is_closed());
-        if let Some(known) = known {
-            // Whoever cannot be served in time hears of it now, and is in nobody's way.
-            let mut before = 0;
-            for place in std::mem::take(places) {
-                let when = known.when(before + place.cost);
-                if when.max(now) > place.until && when > now {
-                    let _ = place.answer.send(Err(AcquireError::NoTokens { retry_after: when - now }));
-                } else {
-                    before += place.cost;
-                    places.push_back(place);
-                }
-            }
-        }
-        let first = places.front()?.cost;
-        let Some(known) = known else { return Some(Ok(first)) };
-        let mut ask_at = known.when(first) + *jitter;
+        state.look_through(now);
+        let State { places, credit, known, asked, jitter, .. } = &mut *state;
+        let (first, until) = places.front().map(|place| (place.cost.saturating_sub(*credit), place.until))?;
+        let Some(known) = known else { return Some(Ok((first, first))) };
+        let mut ask_at = (known.when(first) + *jitter).min(until);
         if let Some(asked) = asked {
             ask_at = ask_at.min(*asked + ASK_AGAIN);
         }
@@ -137,39 +139,50 @@ impl Queue {
         }
         let mut cost = first;
         for place in places.iter().skip(1) {
-            if known.when(cost + place.cost) > now || cost + place.cost > self.quota.capacity() {
+            if known.when(cost + place.cost) > now || cost + place.cost > self.capacity {
                 break;
             }
             cost += place.cost;
         }
-        Some(Ok(cost))
+        Some(Ok((cost, first)))
     }
 
-    /// The store's answer to what was asked for.
-    pub(super) fn answered(&self, cost: u64, is_allowed: bool, known: Option<Known>, now: Instant) {
+    /// The store's answer to what was asked for: the tokens that it gives.
+    pub(super) fn answered(&self, given: Option<u64>, known: Option<Known>, now: Instant) {
         let mut state = self.state();
-        // Where it was promised by now, somebody else was quicker.
-        let lost = !is_allowed && state.known.is_some_and(|before| before.when(cost) <= now);
-        state.jitter = match &known {
-            Some(known) if lost => known.when(cost).saturating_duration_since(now).mul_f64(0.1 * random()),
-            _ => Duration::ZERO,
-        };
+        let before = state.known;
+        let last_before = before.map(|known| known.when(state.waiting.saturating_sub(state.credit)));
+        let first = state.places.front().map_or(0, |place| place.cost.saturating_sub(state.credit));
+        // Where it was promised by now, and is not there, somebody else was quicker.
+        let was_promised = before.is_some_and(|before| before.when(first) <= now);
+        let wait = known.map_or(Duration::ZERO, |known| known.when(first).saturating_duration_since(now));
+        state.jitter = if given.is_none() && was_promised { wait.mul_f64(0.1 * random()) } else { Duration::ZERO };
         state.known = known;
         state.asked = Some(now);
-        if is_allowed {
-            state.give(cost);
+        if let Some(tokens) = given {
+            state.give(tokens);
         }
+        let last = known.map(|known| known.when(state.waiting.saturating_sub(state.credit)));
+        state.late += match (last_before, last) {
+            (Some(before), Some(last)) => last.saturating_duration_since(before),
+            _ => FOR_EVER,
+        };
     }
 
     /// What the bucket holds, heard without asking.
     pub(super) fn heard(&self, known: Known) {
-        self.state().known = Some(known);
+        let mut state = self.state();
+        state.known = Some(known);
+        state.late = FOR_EVER;
+        drop(state);
         self.changed.notify_one();
     }
 
-    /// The store failed: nobody waits any longer.
+    /// Nobody waits any longer: the store failed, or nobody asks it.
     pub(super) fn fail(&self, retry_after: Duration) {
-        for place in std::mem::take(&mut self.state().places) {
+        let mut state = self.state();
+        state.waiting = 0;
+        for place in std::mem::take(&mut state.places) {
             let _ = place.answer.send(Err(AcquireError::StoreFailed { retry_after }));
         }
     }
@@ -182,14 +195,52 @@ impl Queue {
 
 impl State {
     /// Gives tokens to the first, and what those that have left do not take to the next.
-    fn give(&mut self, mut tokens: u64) {
-        while self.places.front().is_some_and(|place| place.cost <= tokens)
+    fn give(&mut self, tokens: u64) {
+        self.credit += tokens;
+        while self.places.front().is_some_and(|place| place.cost <= self.credit)
             && let Some(place) = self.places.pop_front()
         {
+            // One that has left has taken its cost out of the sum itself.
+            if place.answer.is_closed() {
+                continue;
+            }
+            self.waiting -= place.cost;
             if place.answer.send(Ok(())).is_ok() {
-                tokens -= place.cost;
+                self.credit -= place.cost;
             }
         }
+        if self.places.is_empty() {
+            self.credit = 0;
+        }
+    }
+
+    /// Forgets those that have left, and tells those that cannot be served in time: where anything has changed that much.
+    fn look_through(&mut self, now: Instant) {
+        if std::mem::take(&mut self.left) {
+            self.places.retain(|place| !place.answer.is_closed());
+            // What they have left behind may be enough for the next.
+            self.give(0);
+        }
+        if self.late < LATE {
+            return;
+        }
+        self.late = Duration::ZERO;
+        let Some(known) = self.known else { return };
+        let mut before = 0;
+        for place in std::mem::take(&mut self.places) {
+            let when = known.when((before + place.cost).saturating_sub(self.credit));
+            if when > place.until && when > now {
+                if !place.answer.is_closed() {
+                    self.waiting -= place.cost;
+                }
+                let _ = place.answer.send(Err(AcquireError::NoTokens { retry_after: when - now }));
+            } else {
+                before += place.cost;
+                self.places.push_back(place);
+            }
+        }
+        // There may be another first.
+        self.give(0);
     }
 }
 
@@ -239,11 +290,16 @@ impl Drop for Answer {
         if self.is_done {
             return;
         }
+        let mut state = self.queue.state();
         self.receiver.close();
-        // Given, and not received: the next has them.
-        if let Ok(Ok(())) = self.receiver.try_recv() {
-            self.queue.state().give(self.cost);
+        match self.receiver.try_recv() {
+            // Given, and not received: the next have them.
+            Ok(Ok(())) => state.give(self.cost),
+            Ok(Err(_)) => {}
+            Err(_) => state.waiting = state.waiting.saturating_sub(self.cost),
         }
+        state.left = true;
+        drop(state);
         self.queue.changed.notify_one();
     }
 }

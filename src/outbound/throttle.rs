@@ -21,7 +21,8 @@ use crate::cost::{Cost, CostTable};
 use crate::key::{BucketKey, KeyExtractor, NoKey};
 use crate::store::Store;
 
-/// Keys buckets by the host that a request goes to, with its port if it names one: by the URL, or the `Host` field.
+/// Keys buckets by the host that a request goes to, with its port unless that is the usual one: by the URL, or the `Host`
+/// field.
 ///
 /// # Example
 ///
@@ -39,12 +40,13 @@ pub struct Host;
 
 impl KeyExtractor for Host {
     fn extract(&self, parts: &Parts) -> Result<BucketKey, NoKey> {
-        let authority = parts.uri.authority().map(|authority| match authority.port() {
-            Some(port) => format!("{}:{port}", authority.host()),
-            None => authority.host().to_owned(),
-        });
-        let field = || parts.headers.get(http::header::HOST)?.to_str().ok().map(str::to_owned);
-        let host = authority.or_else(field).ok_or(NoKey::Identity)?;
+        let field = || parts.headers.get(http::header::HOST)?.to_str().ok();
+        let authority =
+            parts.uri.authority().map(http::uri::Authority::as_str).or_else(field).ok_or(NoKey::Identity)?;
+        // Without a user, and without a port that goes without saying.
+        let host = authority.rsplit_once('@').map_or(authority, |(_, host)| host);
+        let default = if parts.uri.scheme_str() == Some("http") { ":80" } else { ":443" };
+        let host = host.strip_suffix(default).unwrap_or(host).trim_end_matches('.');
         Ok(BucketKey::id(host.to_ascii_lowercase()))
     }
 }
@@ -61,7 +63,8 @@ impl KeyExtractor for Host {
 /// Where a request is retried, put this layer inside the retries, so that each attempt waits for its own tokens. A timeout
 /// belongs inside this layer as well, so that waiting is not counted.
 ///
-/// The service is always ready. It makes the inner one ready when the tokens are there.
+/// The service is always ready. It makes the inner one ready when the tokens are there; what limits concurrency belongs
+/// outside this layer, or requests that have their tokens gather behind it.
 ///
 /// # Example
 ///
