@@ -24,6 +24,7 @@ mod http_contract;
 mod identity;
 mod losses;
 mod memory;
+mod outbound;
 mod pace;
 mod plumbing;
 mod redis_script;
