@@ -1,22 +1,37 @@
 //! The sender's side: who waits, for how long, in which order, and what is sent when the store fails.
 
-use std::collections::HashMap;
-use std::future::{Future, pending};
+use std::convert::Infallible;
+use std::error::Error;
+use std::fmt;
+use std::future::{Future, Ready, pending, ready};
 use std::io;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
+use http::request::Parts;
+use http::{Request, Response};
 use tokio::runtime::Handle;
+use tokio::sync::Semaphore;
 use tokio::task::{JoinHandle, JoinSet, yield_now};
 use tokio::time::{Instant, sleep};
+use tower::limit::ConcurrencyLimit;
+use tower::retry::{Policy, Retry};
+use tower::timeout::Timeout;
+use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
 use tower_token_bucket::conformance::Model;
-use tower_token_bucket::outbound::{AcquireError, Limiter};
-use tower_token_bucket::{
-    Amount, BucketKey, Charge, Decision, Limit, LimitName, MemoryStore, OnStoreFailure, Quota, Store,
+use tower_token_bucket::outbound::{
+    AcquireError, Host, Limiter, ResponseFuture, Throttle, ThrottleError, ThrottleLayer,
 };
+use tower_token_bucket::{
+    Amount, BucketKey, Charge, ConfigError, CostTable, Decision, Identity, KeyExtractor, Limit, LimitName, MemoryStore,
+    NoKey, OnStoreFailure, Quota, RedisStore, Store,
+};
+
+use crate::log::Log;
+use crate::server::Server;
 
 const NAME: &str = "peer";
 /// Longer than anything here takes, in virtual time.
@@ -52,7 +67,7 @@ struct Question {
     wait: Option<Duration>,
 }
 
-/// A memory store that keeps its questions, answers as late as a test wishes, fails, and lets others in between.
+/// A memory store that keeps its questions, answers as late as a test wishes, and fails.
 #[derive(Clone)]
 struct Watched {
     buckets: MemoryStore,
@@ -62,8 +77,6 @@ struct Watched {
     broken: Arc<AtomicBool>,
     silent: Arc<AtomicBool>,
     asked: Arc<AtomicU64>,
-    /// What others do right after the n-th question, counted from 1.
-    between: Arc<Mutex<HashMap<u64, Box<dyn FnOnce() + Send>>>>,
 }
 
 impl Watched {
@@ -80,7 +93,6 @@ impl Watched {
             broken: Arc::default(),
             silent: Arc::default(),
             asked: Arc::default(),
-            between: Arc::default(),
         }
     }
 
@@ -94,10 +106,6 @@ impl Watched {
 
     fn questions(&self) -> Vec<Question> {
         self.questions.lock().unwrap().clone()
-    }
-
-    fn after_question(&self, n: u64, others: impl FnOnce() + Send + 'static) {
-        self.between.lock().unwrap().insert(n, Box::new(others));
     }
 
     fn level(&self, key: BucketKey, quota: Quota) -> i64 {
@@ -117,7 +125,7 @@ impl Store for Watched {
     type Future = Pin<Box<dyn Future<Output = Result<Decision, io::Error>> + Send>>;
 
     fn acquire(&self, charges: &[Charge]) -> Self::Future {
-        let n = self.asked.fetch_add(1, Relaxed) + 1;
+        self.asked.fetch_add(1, Relaxed);
         if self.silent.load(Relaxed) {
             return Box::pin(pending());
         }
@@ -131,10 +139,6 @@ impl Store for Watched {
             allowed: decision.is_allowed(),
             wait: decision.retry_after(),
         });
-        let others = self.between.lock().unwrap().remove(&n);
-        if let Some(others) = others {
-            others();
-        }
         let latency = self.latency;
         Box::pin(async move {
             if !latency.is_zero() {
@@ -839,4 +843,644 @@ async fn a_store_that_never_answers_costs_the_deadline_of_each_check() {
         .collect();
     all.join_all().await;
     assert!(started.elapsed() <= ms(100), "{:?}", started.elapsed());
+}
+
+// The layer around a client.
+
+type Ask = Request<String>;
+
+fn ask(url: &str) -> Ask {
+    Request::get(url).body(String::new()).unwrap()
+}
+
+fn throttle<St: Store>(store: St, quota: Quota) -> ThrottleLayer<St> {
+    ThrottleLayer::new(Limiter::new(store, NAME, quota).max_wait(LONG))
+}
+
+/// Panics when it is called without being ready, as a clone of a ready one is, and counts both.
+#[derive(Debug, Default)]
+struct Probe {
+    is_ready: bool,
+    readied: Arc<AtomicUsize>,
+    calls: Arc<AtomicUsize>,
+}
+
+impl Clone for Probe {
+    fn clone(&self) -> Self {
+        Self { is_ready: false, readied: Arc::clone(&self.readied), calls: Arc::clone(&self.calls) }
+    }
+}
+
+impl Probe {
+    fn seen(&self) -> (usize, usize) {
+        (self.readied.load(Relaxed), self.calls.load(Relaxed))
+    }
+}
+
+impl Service<Ask> for Probe {
+    type Response = Response<String>;
+    type Error = Infallible;
+    type Future = Ready<Result<Response<String>, Infallible>>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        if self.is_ready {
+            return Poll::Ready(Ok(()));
+        }
+        self.readied.fetch_add(1, Relaxed);
+        self.is_ready = true;
+        cx.waker().wake_by_ref();
+        Poll::Pending
+    }
+
+    fn call(&mut self, ask: Ask) -> Self::Future {
+        assert!(self.is_ready, "called before it was ready");
+        self.is_ready = false;
+        self.calls.fetch_add(1, Relaxed);
+        ready(Ok(Response::new(ask.into_body())))
+    }
+}
+
+async fn send<S: Service<Ask>>(service: &mut S, ask: Ask) -> Result<S::Response, S::Error> {
+    service.ready().await?.call(ask).await
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_inner_service_is_made_ready_and_called_when_the_tokens_are_there() {
+    let probe = Probe::default();
+    let mut service = throttle(Watched::late(ms(20)), b(1, 1)).layer(probe.clone());
+    let mut clone = service.clone();
+    let started = Instant::now();
+    let first = tokio::spawn(service.ready().await.unwrap().call(ask("http://a/")));
+    let second = tokio::spawn(clone.ready().await.unwrap().call(ask("http://a/")));
+    sleep(ms(19)).await;
+    assert_eq!(probe.seen(), (0, 0), "the store is being asked");
+    first.await.unwrap().unwrap();
+    assert_eq!(probe.seen(), (1, 1));
+    sleep_to(started + ms(990)).await;
+    assert_eq!(probe.seen(), (1, 1), "it waits");
+    second.await.unwrap().unwrap();
+    assert_eq!(probe.seen(), (2, 2));
+    assert_eq!(started.elapsed(), ms(1040), "a second after the answer, and the next answer");
+}
+
+async fn sleep_to(at: Instant) {
+    tokio::time::sleep_until(at).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_that_waits_for_tokens_holds_no_permit_of_the_inner_service() {
+    let permits = Arc::new(Semaphore::new(1));
+    let inner = ConcurrencyLimit::with_semaphore(Probe::default(), Arc::clone(&permits));
+    let mut service = throttle(MemoryStore::new(), b(1, 1)).layer(inner);
+    send(&mut service, ask("http://a/")).await.unwrap();
+    let started = Instant::now();
+    let waiting = tokio::spawn(service.ready().await.unwrap().call(ask("http://a/")));
+    settle().await;
+    assert_eq!(permits.available_permits(), 1);
+    // Another host's request gets it meanwhile.
+    send(&mut service, ask("http://b/")).await.unwrap();
+    assert_eq!(started.elapsed(), Duration::ZERO);
+    waiting.await.unwrap().unwrap();
+    assert_eq!((started.elapsed(), permits.available_permits()), (ms(1000), 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn it_is_always_ready_itself() {
+    let never = ConcurrencyLimit::with_semaphore(Probe::default(), Arc::new(Semaphore::new(0)));
+    let mut service = throttle(MemoryStore::new(), b(1, 1)).layer(never);
+    assert!(at_once(service.ready()).is_ok());
+    let mut waiting = Box::pin(service.call(ask("http://a/")));
+    for _ in 0..10 {
+        assert!(poll(waiting.as_mut()).is_pending());
+        settle().await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_response_that_is_dropped_at_any_poll_leaves_nothing_behind() {
+    let tasks = Handle::current().metrics().num_alive_tasks();
+    for latency in [Duration::ZERO, ms(5)] {
+        for k in 0..12 {
+            let permits = Arc::new(Semaphore::new(1));
+            let probe = Probe::default();
+            let slow = {
+                let probe = probe.clone();
+                service_fn(move |ask: Ask| {
+                    let mut probe = probe.clone();
+                    async move {
+                        sleep(ms(3)).await;
+                        probe.ready().await.unwrap().call(ask).await
+                    }
+                })
+            };
+            let inner = ConcurrencyLimit::with_semaphore(slow, Arc::clone(&permits));
+            let store = Watched::late(latency);
+            let limiter = Limiter::new(store.clone(), NAME, b(1, 100)).max_wait(LONG).max_waiters(1);
+            let mut service = ThrottleLayer::new(limiter).layer(inner);
+            send(&mut service, ask("http://a/")).await.unwrap();
+            let mut response = Box::pin(service.call(ask("http://a/")));
+            for _ in 0..k {
+                if poll(response.as_mut()).is_ready() {
+                    break;
+                }
+                // A millisecond for each poll: it goes through all states.
+                sleep(ms(2)).await;
+            }
+            drop(response);
+            settle().await;
+            sleep(ms(10)).await;
+            assert_eq!(permits.available_permits(), 1, "dropped after {k} polls");
+            assert_eq!(Handle::current().metrics().num_alive_tasks(), tasks, "dropped after {k} polls");
+            // Its place among those that may wait is free, and the service is as good as before.
+            send(&mut service, ask("http://a/")).await.unwrap();
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_tokens_are_a_distinct_error_and_the_inner_services_errors_are_its_own() {
+    let calls = Arc::<AtomicUsize>::default();
+    let counter = Arc::clone(&calls);
+    let inner = service_fn(move |_: Ask| {
+        counter.fetch_add(1, Relaxed);
+        ready(Err::<Response<String>, _>(io::Error::other("reset by peer")))
+    });
+    let limiter = Limiter::new(MemoryStore::new(), NAME, b(1, 1)).max_wait(ms(500));
+    let mut service = ThrottleLayer::new(limiter).layer(inner);
+    let error = send(&mut service, ask("http://a/")).await.unwrap_err();
+    let ThrottleError::Inner(inner) = &error else { panic!("{error:?}") };
+    assert_eq!((inner.to_string(), error.to_string()), ("reset by peer".to_owned(), "reset by peer".to_owned()));
+    let error = send(&mut service, ask("http://a/")).await.unwrap_err();
+    let ThrottleError::Acquire(acquire) = &error else { panic!("{error:?}") };
+    assert_eq!(acquire.retry_after(), Some(ms(1000)));
+    assert_eq!(error.source().unwrap().downcast_ref::<AcquireError>(), Some(acquire));
+    assert_eq!(error.to_string(), "no tokens in time: they could be there in 1s");
+    assert_eq!(calls.load(Relaxed), 1, "nothing was sent");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_inner_service_that_fails_to_become_ready_is_its_error() {
+    #[derive(Clone)]
+    struct Closed;
+    impl Service<Ask> for Closed {
+        type Response = Response<String>;
+        type Error = &'static str;
+        type Future = Ready<Result<Response<String>, &'static str>>;
+
+        fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), &'static str>> {
+            Poll::Ready(Err("closed"))
+        }
+
+        fn call(&mut self, _: Ask) -> Self::Future {
+            panic!("called before it was ready")
+        }
+    }
+    let mut service = throttle(MemoryStore::new(), b(1, 1)).layer(Closed);
+    assert_eq!(send(&mut service, ask("http://a/")).await.unwrap_err(), ThrottleError::Inner("closed"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_a_host_there_is_no_key_and_what_costs_nothing_needs_none() {
+    let probe = Probe::default();
+    let store = Watched::new();
+    let layer = throttle(store.clone(), b(1, 1));
+    let mut service = layer.clone().layer(probe.clone());
+    let error = send(&mut service, ask("/path")).await.unwrap_err();
+    assert_eq!(error, ThrottleError::Acquire(AcquireError::NoKey(NoKey::Identity)));
+    assert_eq!(error.to_string(), "the request names no bucket");
+    assert_eq!((probe.seen(), store.calls()), ((0, 0), 0));
+    let mut free = layer.cost(CostTable::new(1).exempt("GET /path")).layer(probe.clone());
+    send(&mut free, ask("/path")).await.unwrap();
+    assert_eq!((probe.seen(), store.calls()), ((1, 1), 0));
+}
+
+#[test]
+fn hosts_are_told_apart_by_name_and_port_whatever_the_case_path_and_credentials() {
+    let of = |url: &str| Host.extract(&ask(url).into_parts().0);
+    let field = |host: &str| {
+        let request = Request::get("/").header("host", host).body(()).unwrap();
+        Host.extract(&request.into_parts().0)
+    };
+    let expected = Ok(BucketKey::id("hooks.example"));
+    for url in ["https://hooks.example/", "http://HOOKS.example/b?c=d", "https://user:secret@Hooks.Example/x"] {
+        assert_eq!(of(url), expected, "{url}");
+    }
+    assert_eq!(field("Hooks.EXAMPLE"), expected);
+    assert_eq!(of("http://Hooks.example:8080/"), Ok(BucketKey::id("hooks.example:8080")));
+    assert_eq!(field("hooks.example:8080"), of("http://hooks.example:8080/"));
+    assert_eq!(of("http://[2001:DB8::1]:80/"), Ok(BucketKey::id("[2001:db8::1]:80")));
+    assert_eq!(of("http://a/").unwrap(), BucketKey::id("a"));
+    assert_ne!(of("http://a:1/"), of("http://a:2/"));
+    let both = Request::get("http://url.example/").header("host", "field.example").body(()).unwrap();
+    assert_eq!(Host.extract(&both.into_parts().0), Ok(BucketKey::id("url.example")), "where it is sent");
+    assert_eq!(of("/"), Err(NoKey::Identity));
+    let binary = Request::get("/").header("host", http::HeaderValue::from_bytes(b"\xff").unwrap()).body(()).unwrap();
+    assert_eq!(Host.extract(&binary.into_parts().0), Err(NoKey::Identity));
+}
+
+#[tokio::test(start_paused = true)]
+async fn endpoints_are_told_apart_by_an_identity_or_a_closure_and_pay_by_a_table_or_a_closure() {
+    #[derive(Clone)]
+    struct Endpoint(u64);
+    let with = |id: u64| {
+        let mut ask = ask("http://a/send");
+        ask.extensions_mut().insert(Endpoint(id));
+        ask
+    };
+    let store = Watched::new();
+    let quota = b(10, 1);
+    let limiter = Limiter::new(store.clone(), NAME, quota).max_wait(Duration::ZERO);
+    let layer = ThrottleLayer::new(limiter);
+    let mut service = layer
+        .clone()
+        .key_by(Identity::of(|endpoint: &Endpoint| BucketKey::id(endpoint.0.to_le_bytes())))
+        .cost(CostTable::new(1).route("GET /send", 6))
+        .layer(Probe::default());
+    send(&mut service, with(1)).await.unwrap();
+    let error = send(&mut service, with(1)).await.unwrap_err();
+    assert_eq!(error, ThrottleError::Acquire(no_tokens(ms(2000))));
+    send(&mut service, with(2)).await.unwrap();
+    assert!(matches!(
+        send(&mut service, ask("http://a/")).await,
+        Err(ThrottleError::Acquire(AcquireError::NoKey(NoKey::Identity)))
+    ));
+    let mut service = layer
+        .key_by(|parts: &Parts| parts.headers.get("tenant").map(BucketKey::id))
+        .cost(|parts: &Parts| parts.uri.path().len() as u64)
+        .layer(Probe::default());
+    let tenant = |path: &str| {
+        let mut ask = ask(path);
+        ask.headers_mut().insert("tenant", "t".parse().unwrap());
+        ask
+    };
+    send(&mut service, tenant("http://a/12345678")).await.unwrap();
+    assert!(send(&mut service, tenant("http://b/1")).await.is_err(), "1 is left");
+    send(&mut service, tenant("http://b/")).await.unwrap();
+    let error = send(&mut service, tenant("http://a/12345678901")).await.unwrap_err();
+    assert_eq!(error, ThrottleError::Acquire(AcquireError::TooDear { cost: 12, capacity: 10 }));
+}
+
+/// Tries again as often as said, and at once.
+#[derive(Clone)]
+struct Again(usize);
+
+impl<T> Policy<Ask, T, ThrottleError<&'static str>> for Again {
+    type Future = Ready<()>;
+
+    fn retry(&mut self, _: &mut Ask, result: &mut Result<T, ThrottleError<&'static str>>) -> Option<Self::Future> {
+        if self.0 == 0 || !matches!(result, Err(ThrottleError::Inner(_))) {
+            return None;
+        }
+        self.0 -= 1;
+        Some(ready(()))
+    }
+
+    fn clone_request(&mut self, ask: &Ask) -> Option<Ask> {
+        Some(self::ask(&ask.uri().to_string()))
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn inside_retries_each_attempt_pays_and_waits() {
+    let calls = Arc::<AtomicUsize>::default();
+    let counter = Arc::clone(&calls);
+    let inner = service_fn(move |_: Ask| {
+        counter.fetch_add(1, Relaxed);
+        ready(Err::<Response<String>, _>("reset"))
+    });
+    let store = Watched::new();
+    let mut service = Retry::new(Again(4), throttle(store.clone(), b(1, 10)).layer(inner));
+    let started = Instant::now();
+    assert_eq!(send(&mut service, ask("http://a/")).await.unwrap_err(), ThrottleError::Inner("reset"));
+    assert_eq!((calls.load(Relaxed), started.elapsed()), (5, ms(400)));
+    assert_eq!(store.questions().iter().filter(|question| question.allowed).count(), 5);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_timeout_inside_does_not_count_the_wait_and_one_outside_does_and_frees_the_place() {
+    let slow = service_fn(|_: Ask| async {
+        sleep(ms(50)).await;
+        Ok::<_, Infallible>(Response::new(String::new()))
+    });
+    let limiter = Limiter::new(MemoryStore::new(), NAME, b(1, 1)).max_wait(LONG).max_waiters(1);
+    let layer = ThrottleLayer::new(limiter);
+    let mut inside = layer.clone().layer(Timeout::new(slow, ms(100)));
+    let mut outside = Timeout::new(layer.layer(slow), ms(100));
+    let started = Instant::now();
+    send(&mut inside, ask("http://a/")).await.unwrap();
+    send(&mut inside, ask("http://a/")).await.unwrap();
+    assert_eq!(started.elapsed(), ms(1050));
+    let error: BoxError = send(&mut outside, ask("http://a/")).await.unwrap_err();
+    assert!(error.is::<tower::timeout::error::Elapsed>(), "{error}");
+    // Outside of it, an error that says why is found as such.
+    let first = send(&mut inside, ask("http://a/"));
+    let mut first = Box::pin(first);
+    assert!(poll(first.as_mut()).is_pending());
+    let error = send(&mut outside, ask("http://a/")).await.unwrap_err();
+    let error = error.downcast_ref::<ThrottleError<Infallible>>().unwrap();
+    assert_eq!(*error, ThrottleError::Acquire(AcquireError::Crowded));
+    first.await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hundred_requests_through_the_layer_reach_the_peer_within_its_quota() {
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let log = Arc::clone(&seen);
+    let started = Instant::now();
+    let inner = service_fn(move |_: Ask| {
+        log.lock().unwrap().push((started.elapsed(), 1));
+        ready(Ok::<_, Infallible>(Response::new(String::new())))
+    });
+    let quota = b(10, 20);
+    let service = throttle(MemoryStore::new(), quota).layer(inner);
+    let mut tasks = JoinSet::new();
+    for _ in 0..110 {
+        let mut service = service.clone();
+        tasks.spawn(async move { send(&mut service, ask("http://a/")).await.unwrap() });
+    }
+    tasks.join_all().await;
+    assert_within(quota, &seen.lock().unwrap());
+    assert_eq!(started.elapsed(), Duration::from_secs(5));
+}
+
+// Types.
+
+#[test]
+fn public_types_are_send_sync_clone_and_debug_and_show_no_url() {
+    fn shared<T: Send + Sync + Clone + fmt::Debug + Unpin + 'static>() {}
+    fn error<T: Error + Send + Sync + Clone + PartialEq + 'static>() {}
+    fn sendable<T: Send>(value: T) -> T {
+        value
+    }
+    shared::<Limiter<MemoryStore>>();
+    shared::<Limiter<RedisStore>>();
+    shared::<ThrottleLayer<MemoryStore>>();
+    shared::<Throttle<Probe, MemoryStore>>();
+    shared::<Host>();
+    error::<AcquireError>();
+    error::<ThrottleError<AcquireError>>();
+    let limiter = Limiter::new(MemoryStore::new(), NAME, b(1, 1));
+    drop(sendable(limiter.acquire(key("a"), 1)));
+    drop(sendable(limiter.try_acquire(key("a"), 1)));
+    let layer = ThrottleLayer::new(limiter.clone());
+    let mut service = layer.layer(Probe::default());
+    let response: ResponseFuture<Probe, String> = sendable(service.call(ask("https://user:secret@host.example/path")));
+    let shown = format!("{limiter:?} {layer:?} {service:?} {response:?}");
+    for secret in ["secret", "host.example", "path"] {
+        assert!(!shown.contains(secret), "{shown}");
+    }
+    for name in ["Limiter", NAME, "ThrottleLayer", "Throttle", "ResponseFuture"] {
+        assert!(shown.contains(name), "{shown}");
+    }
+    // A store that is not `Debug` will do.
+    let _ = format!("{:?}", Limiter::new(Watched::new(), NAME, b(1, 1)));
+}
+
+#[test]
+fn errors_say_what_happened_and_when_to_come_back() {
+    let failed = AcquireError::StoreFailed { retry_after: ms(1500) };
+    let texts = [
+        (no_tokens(ms(250)), "no tokens in time: they could be there in 250ms", Some(ms(250))),
+        (
+            AcquireError::TooDear { cost: 11, capacity: 10 },
+            "a cost of 11 is above the capacity 10: it can never be paid",
+            None,
+        ),
+        (AcquireError::Crowded, "as many wait for tokens as may", None),
+        (AcquireError::NoKey(NoKey::Identity), "the request names no bucket", None),
+        (failed, "the store of the buckets failed: it is asked again in 1.5s", Some(ms(1500))),
+    ];
+    for (error, text, retry_after) in texts {
+        assert_eq!((error.to_string(), error.retry_after()), (text.to_owned(), retry_after));
+        assert!(error.source().is_none());
+        assert_eq!(ThrottleError::<Infallible>::Acquire(error).to_string(), text);
+    }
+}
+
+#[test]
+fn what_cannot_be_set_is_an_error_that_says_so() {
+    let limiter = Limiter::new(MemoryStore::new(), NAME, b(1, 1));
+    assert!(matches!(Limiter::try_new(MemoryStore::new(), "a b", b(1, 1)), Err(ConfigError::LimitName { .. })));
+    assert!(matches!(limiter.clone().try_deadline(Duration::ZERO), Err(ConfigError::Deadline)));
+    assert!(matches!(limiter.clone().try_share(0), Err(ConfigError::Share)));
+    for panics in [
+        |limiter: Limiter<MemoryStore>| limiter.deadline(Duration::ZERO),
+        |limiter: Limiter<MemoryStore>| limiter.share(0),
+    ] {
+        let limiter = limiter.clone();
+        assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| panics(limiter))).is_err());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_outage_is_logged_once_and_so_is_its_end() {
+    let (log, _guard) = Log::capture();
+    let store = Watched::new();
+    let limiter = Limiter::new(store.clone(), NAME, b(100, 1));
+    store.broken.store(true, Relaxed);
+    for _ in 0..20 {
+        limiter.try_acquire(key("https://user:secret@host"), 1).await.unwrap();
+    }
+    store.broken.store(false, Relaxed);
+    sleep(ms(1500)).await;
+    limiter.try_acquire(key("https://user:secret@host"), 1).await.unwrap();
+    let lines = log.lines();
+    assert_eq!(lines.len(), 2, "{lines:?}");
+    assert!(!log.text().contains("secret"));
+}
+
+// Real Redis.
+
+/// A store that notes when each question was asked and answered, by this process's clock.
+#[derive(Clone)]
+struct Noted {
+    inner: RedisStore,
+    started: Instant,
+    /// (asked, answered, how much was given)
+    given: Arc<Mutex<Vec<(Duration, Duration, u64)>>>,
+    calls: Arc<AtomicU64>,
+}
+
+impl Store for Noted {
+    type Error = <RedisStore as Store>::Error;
+    type Future = Pin<Box<dyn Future<Output = Result<Decision, Self::Error>> + Send>>;
+
+    fn acquire(&self, charges: &[Charge]) -> Self::Future {
+        self.acquire_within(charges, ms(1000))
+    }
+
+    fn acquire_within(&self, charges: &[Charge], deadline: Duration) -> Self::Future {
+        self.calls.fetch_add(1, Relaxed);
+        let (store, cost) = (self.clone(), charges[0].cost());
+        let answer = self.inner.acquire_within(charges, deadline);
+        let asked = self.started.elapsed();
+        Box::pin(async move {
+            let answer = answer.await;
+            if answer.as_ref().is_ok_and(Decision::is_allowed) {
+                store.given.lock().unwrap().push((asked, store.started.elapsed(), cost));
+            }
+            answer
+        })
+    }
+}
+
+/// The most by which what surely was given within an interval exceeds the quota, over all intervals: a question was
+/// answered between when it was asked and when the answer came.
+fn excess(given: &[(Duration, Duration, u64)], quota: Quota, rate: f64) -> f64 {
+    let mut most = f64::MIN;
+    for (from, ..) in given {
+        let mut within: Vec<_> = given.iter().filter(|(asked, ..)| asked >= from).collect();
+        within.sort_unstable_by_key(|(_, answered, _)| *answered);
+        let mut sum = 0;
+        for (_, answered, cost) in within {
+            sum += cost;
+            let allowed = quota.capacity() as f64 + rate * (*answered - *from).as_secs_f64();
+            most = most.max(sum as f64 - allowed);
+        }
+    }
+    most
+}
+
+async fn noted(server: &Server, started: Instant, n: usize) -> Vec<Noted> {
+    let mut stores = Vec::new();
+    for _ in 0..n {
+        let inner = RedisStore::connect(&server.url()).await.unwrap();
+        stores.push(Noted { inner, started, given: Arc::default(), calls: Arc::default() });
+    }
+    stores
+}
+
+/// Tasks that acquire one token after the other until then; what they got, by the clock when they got it.
+fn senders(
+    stores: &[Noted],
+    each: usize,
+    until: Instant,
+    set: impl Fn(Limiter<Noted>) -> Limiter<Noted>,
+    quota: Quota,
+) -> JoinSet<Vec<(Duration, u64)>> {
+    let mut tasks = JoinSet::new();
+    for store in stores {
+        let limiter = set(Limiter::new(store.clone(), NAME, quota));
+        for _ in 0..each {
+            let (limiter, started) = (limiter.clone(), store.started);
+            tasks.spawn(async move {
+                let mut got = Vec::new();
+                while Instant::now() < until {
+                    match limiter.acquire(key("a"), 1).await {
+                        Ok(_) => got.push((started.elapsed(), 1)),
+                        Err(error) => sleep(error.retry_after().unwrap_or(ms(10))).await,
+                    }
+                }
+                got
+            });
+        }
+    }
+    tasks
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn three_processes_on_one_redis_never_send_more_than_the_quota_and_leave_little_of_it() {
+    let server = Server::start();
+    let quota = b(20, 100);
+    let started = Instant::now();
+    let stores = noted(&server, started, 3).await;
+    let until = Instant::now() + ms(4000);
+    let tasks = senders(&stores, 8, until, |limiter| limiter, quota);
+    let other = Limiter::new(RedisStore::connect(&server.url()).await.unwrap(), NAME, b(50, 50));
+    let other = tokio::spawn(async move {
+        let mut got = 0;
+        for _ in 0..40 {
+            got += usize::from(other.try_acquire(key("b"), 1).await.is_ok());
+            sleep(ms(50)).await;
+        }
+        got
+    });
+    let mut got: Vec<_> = tasks.join_all().await.concat();
+    got.sort_unstable();
+    let given: Vec<_> = stores.iter().flat_map(|store| store.given.lock().unwrap().clone()).collect();
+    let calls: u64 = stores.iter().map(|store| store.calls.load(Relaxed)).sum();
+    let sum: u64 = given.iter().map(|(.., cost)| cost).sum();
+    assert_eq!(got.len() as u64, sum, "what was taken is what the senders have");
+    let excess = excess(&given, quota, 100.0);
+    let (first, last) = (got[0].0, got[got.len() - 1].0);
+    let most = 20.0 + 100.0 * (last - first).as_secs_f64();
+    let share = got.len() as f64 / most;
+    println!(
+        "3 x 8 senders: {} of {most:.1} ({:.1} %), {excess:.3} above, {calls} questions",
+        got.len(),
+        share * 100.0
+    );
+    assert!(excess <= 1.0, "{excess} above the quota");
+    assert!(share >= 0.97, "{} of {most}", got.len());
+    assert!(calls <= got.len() as u64 * 4, "{calls} questions for {} grants", got.len());
+    assert_eq!(other.await.unwrap(), 40, "another key");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_another_process_gives_back_is_noticed_in_redis_too() {
+    let server = Server::start();
+    let quota = Quota::per_hour(10);
+    let stores = noted(&server, Instant::now(), 1).await;
+    let limiter = Limiter::new(stores[0].clone(), NAME, quota).max_wait(LONG);
+    limiter.try_acquire(key("a"), 10).await.unwrap();
+    let waiting = wait(&limiter, key("a"), 4).await;
+    let other = RedisStore::connect(&server.url()).await.unwrap();
+    sleep(ms(1300)).await;
+    let asked = stores[0].calls.load(Relaxed);
+    other.reset(&Limit::new(NAME, quota), key("a")).await.unwrap();
+    let waited = waiting.await.unwrap().0.unwrap();
+    println!("noticed after {:?}", waited.saturating_sub(ms(1300)));
+    assert!(stores[0].calls.load(Relaxed) <= asked + 2, "with the next question");
+}
+
+/// Runs senders through an outage, and gives what they got, and when it began and ended.
+async fn outage(
+    begin: impl FnOnce(&Server),
+    end: impl FnOnce(&Server),
+    policy: OnStoreFailure,
+) -> (Vec<(Duration, u64)>, Duration, Duration) {
+    let server = Server::start();
+    let started = Instant::now();
+    let stores = noted(&server, started, 2).await;
+    let until = Instant::now() + ms(3000);
+    let set = |limiter: Limiter<Noted>| limiter.share(2).on_store_failure(policy);
+    let tasks = senders(&stores, 4, until, set, b(20, 100));
+    sleep(ms(1000)).await;
+    let began = started.elapsed();
+    begin(&server);
+    sleep(ms(1000)).await;
+    end(&server);
+    let ended = started.elapsed();
+    let mut got: Vec<_> = tasks.join_all().await.concat();
+    got.sort_unstable();
+    (got, began, ended)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_redis_that_is_killed_frozen_and_back_again_never_lets_more_through_than_was_promised() {
+    type Do = fn(&Server);
+    let outages: [(&str, Do, Do, f64); 2] =
+        [("killed", Server::kill, Server::restart, 1.0), ("frozen", Server::freeze, Server::thaw, 0.0)];
+    for (name, begin, end, losses) in outages {
+        let (got, began, ended) = outage(begin, end, OnStoreFailure::Local).await;
+        let elapsed = got.last().unwrap().0.as_secs_f64();
+        let down = (ended - began).as_secs_f64() + 1.0;
+        // 2 instances, each with the half.
+        let promised = (1.0 + losses) * 20.0 + 100.0 * elapsed + (20.0 + 100.0 * down);
+        assert!(got.len() as f64 <= promised, "{name}: {} of {promised}", got.len());
+        let during = got.iter().filter(|(at, _)| *at > began + ms(200) && *at < ended).count();
+        println!("{name}: {} in {elapsed:.2} s, {during} of them while it was away", got.len());
+        assert!(during > 0, "{name}: the local share goes on");
+        let after = got.iter().filter(|(at, _)| *at > ended + ms(500)).count();
+        assert!(after > 0, "{name}: it goes on");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn under_deny_nothing_is_sent_while_redis_is_away() {
+    let (got, began, ended) = outage(Server::freeze, Server::thaw, OnStoreFailure::Deny).await;
+    let during = got.iter().filter(|(at, _)| *at > began + ms(100) && *at < ended).count();
+    assert_eq!(during, 0);
+    assert!(got.iter().any(|(at, _)| *at < began) && got.iter().any(|(at, _)| *at > ended), "before and after");
+    assert!(got.len() as f64 <= 20.0 + 100.0 * got.last().unwrap().0.as_secs_f64() + 1.0);
 }
