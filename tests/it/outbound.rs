@@ -1,5 +1,6 @@
 //! The sender's side: who waits, for how long, in which order, and what is sent when the store fails.
 
+use std::collections::HashMap;
 use std::convert::Infallible;
 use std::error::Error;
 use std::fmt;
@@ -67,7 +68,9 @@ struct Question {
     wait: Option<Duration>,
 }
 
-/// A memory store that keeps its questions, answers as late as a test wishes, and fails.
+type Others = Box<dyn FnOnce() + Send>;
+
+/// A memory store that keeps its questions, answers as late as a test wishes, fails, and lets others in between.
 #[derive(Clone)]
 struct Watched {
     buckets: MemoryStore,
@@ -77,6 +80,8 @@ struct Watched {
     broken: Arc<AtomicBool>,
     silent: Arc<AtomicBool>,
     asked: Arc<AtomicU64>,
+    /// What others do right after the n-th question, counted from 1.
+    between: Arc<Mutex<HashMap<u64, Others>>>,
 }
 
 impl Watched {
@@ -93,6 +98,7 @@ impl Watched {
             broken: Arc::default(),
             silent: Arc::default(),
             asked: Arc::default(),
+            between: Arc::default(),
         }
     }
 
@@ -106,6 +112,10 @@ impl Watched {
 
     fn questions(&self) -> Vec<Question> {
         self.questions.lock().unwrap().clone()
+    }
+
+    fn after_question(&self, n: u64, others: impl FnOnce() + Send + 'static) {
+        self.between.lock().unwrap().insert(n, Box::new(others));
     }
 
     fn level(&self, key: BucketKey, quota: Quota) -> i64 {
@@ -125,7 +135,7 @@ impl Store for Watched {
     type Future = Pin<Box<dyn Future<Output = Result<Decision, io::Error>> + Send>>;
 
     fn acquire(&self, charges: &[Charge]) -> Self::Future {
-        self.asked.fetch_add(1, Relaxed);
+        let n = self.asked.fetch_add(1, Relaxed) + 1;
         if self.silent.load(Relaxed) {
             return Box::pin(pending());
         }
@@ -139,6 +149,10 @@ impl Store for Watched {
             allowed: decision.is_allowed(),
             wait: decision.retry_after(),
         });
+        let others = self.between.lock().unwrap().remove(&n);
+        if let Some(others) = others {
+            others();
+        }
         let latency = self.latency;
         Box::pin(async move {
             if !latency.is_zero() {
@@ -1483,4 +1497,29 @@ async fn under_deny_nothing_is_sent_while_redis_is_away() {
     assert_eq!(during, 0);
     assert!(got.iter().any(|(at, _)| *at < began) && got.iter().any(|(at, _)| *at > ended), "before and after");
     assert!(got.len() as f64 <= 20.0 + 100.0 * got.last().unwrap().0.as_secs_f64() + 1.0);
+}
+
+// Faults.
+
+#[tokio::test(start_paused = true)]
+async fn when_the_store_fails_no_more_is_given_than_the_share_whatever_was_known_before() {
+    let quota = b(20, 20);
+    let store = Watched::new();
+    let limiter = Limiter::new(store.clone(), NAME, quota).max_wait(LONG).share(4);
+    // The first of twenty is answered, that 19 are left, and then the store is gone.
+    let broken = Arc::clone(&store.broken);
+    store.after_question(1, move || broken.store(true, Relaxed));
+    let mut tasks = JoinSet::new();
+    let started = Instant::now();
+    for _ in 0..20 {
+        let limiter = limiter.clone();
+        tasks.spawn(async move {
+            limiter.acquire(key("a"), 1).await.unwrap();
+            started.elapsed()
+        });
+    }
+    let mut grants = tasks.join_all().await;
+    grants.sort_unstable();
+    let at_once = grants.iter().filter(|at| at.is_zero()).count();
+    assert!(at_once <= 1 + 5, "{at_once} at once: 1 from the store, and the local bucket holds 5");
 }
