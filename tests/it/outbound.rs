@@ -17,7 +17,7 @@ use http::{Request, Response};
 use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
 use tokio::task::{JoinHandle, JoinSet, yield_now};
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout};
 use tower::limit::ConcurrencyLimit;
 use tower::retry::{Policy, Retry};
 use tower::timeout::Timeout;
@@ -1522,4 +1522,20 @@ async fn when_the_store_fails_no_more_is_given_than_the_share_whatever_was_known
     grants.sort_unstable();
     let at_once = grants.iter().filter(|at| at.is_zero()).count();
     assert!(at_once <= 1 + 5, "{at_once} at once: 1 from the store, and the local bucket holds 5");
+}
+
+/// The output, or a panic when it takes longer than anything here: a waiter that nobody serves would hang for ever.
+async fn in_time<F: Future>(future: F) -> F::Output {
+    timeout(LONG * 2, future).await.expect("it hangs")
+}
+
+#[tokio::test(start_paused = true)]
+async fn to_wait_for_ever_is_allowed() {
+    let limiter = Limiter::new(MemoryStore::new(), NAME, b(1, 1)).max_wait(Duration::MAX);
+    let first = limiter.clone();
+    let first = tokio::spawn(async move { first.acquire(key("a"), 1).await });
+    assert!(matches!(in_time(first).await, Ok(Ok(_))));
+    let second = limiter.clone();
+    let second = tokio::spawn(async move { second.acquire(key("a"), 1).await });
+    assert!(matches!(in_time(second).await, Ok(Ok(_))));
 }
