@@ -1539,3 +1539,58 @@ async fn to_wait_for_ever_is_allowed() {
     let second = tokio::spawn(async move { second.acquire(key("a"), 1).await });
     assert!(matches!(in_time(second).await, Ok(Ok(_))));
 }
+
+#[test]
+fn a_runtime_that_ends_leaves_no_queue_that_nobody_serves() {
+    let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let limiter = runtime().block_on(async { Limiter::new(MemoryStore::new(), NAME, b(1, 1)).max_wait(LONG) });
+    let first = runtime();
+    first.block_on(async {
+        limiter.try_acquire(key("a"), 1).await.unwrap();
+        drop(wait(&limiter, key("a"), 1).await);
+    });
+    drop(first);
+    let outcome = runtime().block_on(async { timeout(LONG * 2, limiter.acquire(key("a"), 1)).await });
+    assert!(outcome.is_ok(), "it hangs");
+}
+
+/// Panics when it is asked for the n-th time.
+#[derive(Clone)]
+struct Panics {
+    buckets: MemoryStore,
+    asked: Arc<AtomicU64>,
+    at: u64,
+}
+
+impl Store for Panics {
+    type Error = std::convert::Infallible;
+    type Future = std::future::Ready<Result<Decision, std::convert::Infallible>>;
+
+    fn acquire(&self, charges: &[Charge]) -> Self::Future {
+        assert!(self.asked.fetch_add(1, Relaxed) + 1 != self.at, "a fault of a store");
+        self.buckets.acquire(charges)
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_panics_once_leaves_nobody_waiting_for_ever() {
+    let store = Panics { buckets: MemoryStore::new(), asked: Arc::default(), at: 2 };
+    let limiter = Limiter::new(store, NAME, b(1, 1));
+    limiter.try_acquire(key("a"), 1).await.unwrap();
+    settle().await;
+    // It may fail, or panic.
+    let waiting = wait(&limiter, key("a"), 1).await;
+    let _ = in_time(waiting).await;
+    assert!(in_time(limiter.acquire(key("a"), 1)).await.is_ok(), "the store is well again");
+}
+
+#[test]
+fn outside_a_runtime_it_panics_and_leaves_no_queue_that_nobody_serves() {
+    let limiter = Limiter::new(MemoryStore::new(), NAME, b(1, 1));
+    let first = limiter.clone();
+    let outcome = std::thread::spawn(move || poll(Box::pin(first.acquire(key("a"), 1)).as_mut()).is_ready()).join();
+    assert!(outcome.is_err(), "there is no runtime");
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let outcome = runtime.block_on(async { timeout(LONG, limiter.acquire(key("a"), 1)).await });
+    assert!(outcome.is_ok(), "it hangs");
+}
