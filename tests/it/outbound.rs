@@ -1594,3 +1594,20 @@ fn outside_a_runtime_it_panics_and_leaves_no_queue_that_nobody_serves() {
     let outcome = runtime.block_on(async { timeout(LONG, limiter.acquire(key("a"), 1)).await });
     assert!(outcome.is_ok(), "it hangs");
 }
+
+#[tokio::test(start_paused = true)]
+async fn who_has_just_left_is_in_nobodys_way() {
+    let limiter = Limiter::new(MemoryStore::new(), NAME, b(10, 10)).max_wait(ms(1000));
+    limiter.try_acquire(key("a"), 10).await.unwrap();
+    let mut head = Box::pin(limiter.acquire(key("a"), 10));
+    assert!(poll(head.as_mut()).is_pending());
+    settle().await;
+    drop(head);
+    // No other task has run since. The same after a `timeout` around an acquire, which is then tried again.
+    assert_eq!(limiter.acquire(key("a"), 10).await, Ok(ms(1000)));
+    let mut head = Box::pin(limiter.acquire(key("a"), 10));
+    assert!(poll(head.as_mut()).is_pending());
+    settle().await;
+    drop(head);
+    assert_eq!(limiter.try_acquire(key("a"), 1).await, Err(no_tokens(ms(100))), "the exact time");
+}
