@@ -28,7 +28,7 @@ use tower_token_bucket::outbound::{
 };
 use tower_token_bucket::{
     Amount, BucketKey, Charge, ConfigError, CostTable, Decision, Identity, KeyExtractor, Limit, LimitName, MemoryStore,
-    NoKey, OnStoreFailure, Quota, RedisStore, Store,
+    NoKey, OnStoreFailure, Quota, RedisStore, Reply, Store,
 };
 
 use crate::log::Log;
@@ -1610,4 +1610,36 @@ async fn who_has_just_left_is_in_nobodys_way() {
     settle().await;
     drop(head);
     assert_eq!(limiter.try_acquire(key("a"), 1).await, Err(no_tokens(ms(100))), "the exact time");
+}
+
+/// A store whose clock has stepped back by half a second, and whose bucket holds so many tokens.
+#[derive(Clone)]
+struct Ahead(Arc<AtomicU64>);
+
+impl Store for Ahead {
+    type Error = std::convert::Infallible;
+    type Future = std::future::Ready<Result<Decision, std::convert::Infallible>>;
+
+    fn acquire(&self, charges: &[Charge]) -> Self::Future {
+        // B(10,1/s): a token is 10⁶ units.
+        let cost = charges[0].cost();
+        let allowed = self.0.fetch_update(Relaxed, Relaxed, |level| level.checked_sub(cost)).is_ok();
+        let reply = Reply::new(self.0.load(Relaxed) as i64 * 1_000_000, allowed, 500_000);
+        std::future::ready(Ok(Decision::new(charges, &[reply]).unwrap()))
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn tokens_that_are_there_are_given_though_the_clock_has_stepped_back() {
+    let limiter = Limiter::new(Ahead(Arc::new(AtomicU64::new(10))), NAME, b(10, 1)).max_wait(ms(100));
+    let started = Instant::now();
+    let mut tasks = JoinSet::new();
+    for _ in 0..10 {
+        let limiter = limiter.clone();
+        tasks.spawn(async move { limiter.acquire(key("a"), 1).await });
+    }
+    for outcome in tasks.join_all().await {
+        assert_eq!(outcome, Ok(Duration::ZERO), "its token is there");
+    }
+    assert_eq!(started.elapsed(), Duration::ZERO);
 }
