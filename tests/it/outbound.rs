@@ -1643,3 +1643,31 @@ async fn tokens_that_are_there_are_given_though_the_clock_has_stepped_back() {
     }
     assert_eq!(started.elapsed(), Duration::ZERO);
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_lost_race_for_several_delays_the_first_no_more_than_a_tenth_of_its_own_wait() {
+    for _ in 0..10 {
+        let quota = Quota::new(1, Duration::from_secs(1)).with_capacity(100);
+        let store = Watched::new();
+        let limiter = Limiter::new(store.clone(), NAME, quota).max_wait(LONG);
+        // 99 are left, and so the next question is for 99; but others take 60 first.
+        let buckets = store.buckets.clone();
+        store.after_question(1, move || {
+            let take = charge(key("a"), quota, Amount::Take(60));
+            assert!(at_once(buckets.acquire(&take)).unwrap().is_allowed());
+        });
+        let mut tasks = JoinSet::new();
+        let started = Instant::now();
+        for _ in 0..100 {
+            let limiter = limiter.clone();
+            tasks.spawn(async move {
+                limiter.acquire(key("a"), 1).await.unwrap();
+                started.elapsed()
+            });
+        }
+        let mut grants = tasks.join_all().await;
+        grants.sort_unstable();
+        let at_once = grants.iter().filter(|at| at.is_zero()).count();
+        assert_eq!(at_once, 40, "39 tokens were there; the second was served at {:?}", grants[1]);
+    }
+}
