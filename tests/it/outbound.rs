@@ -1671,3 +1671,21 @@ async fn a_lost_race_for_several_delays_the_first_no_more_than_a_tenth_of_its_ow
         assert_eq!(at_once, 40, "39 tokens were there; the second was served at {:?}", grants[1]);
     }
 }
+
+#[tokio::test(start_paused = true)]
+async fn nobody_waits_longer_than_it_would_after_a_lost_race_either() {
+    for _ in 0..20 {
+        let quota = b(10, 10);
+        let buckets = MemoryStore::new();
+        let limiter = Limiter::new(buckets.clone(), NAME, quota).max_wait(ms(1500));
+        let other = Limiter::new(buckets, NAME, quota);
+        limiter.try_acquire(key("a"), 10).await.unwrap();
+        let started = Instant::now();
+        let waiting = wait(&limiter, key("a"), 10).await;
+        sleep(ms(500)).await;
+        other.try_acquire(key("a"), 5).await.unwrap();
+        // At 1000 ms the race is lost, and at 1500 ms the tokens are there, which is in time.
+        let (outcome, at) = waiting.await.unwrap();
+        assert!(at - started <= ms(1501), "{outcome:?} after {:?}", at - started);
+    }
+}
