@@ -1689,3 +1689,12 @@ async fn nobody_waits_longer_than_it_would_after_a_lost_race_either() {
         assert!(at - started <= ms(1501), "{outcome:?} after {:?}", at - started);
     }
 }
+
+#[tokio::test(start_paused = true)]
+async fn tokens_of_one_that_leaves_while_the_store_is_asked_serve_the_next_though_it_is_dearer() {
+    for seed in 1..=8 {
+        let latency = ms(if seed % 2 == 0 { 3 } else { 0 });
+        let crowd = crowd(seed, b(10, 2000), latency, |dice| 1 + dice.below(5)).await;
+        crowd.assert_nothing_lost(seed);
+    }
+}
