@@ -1082,7 +1082,12 @@ fn hosts_are_told_apart_by_name_and_port_whatever_the_case_path_and_credentials(
     assert_eq!(field("Hooks.EXAMPLE"), expected);
     assert_eq!(of("http://Hooks.example:8080/"), Ok(BucketKey::id("hooks.example:8080")));
     assert_eq!(field("hooks.example:8080"), of("http://hooks.example:8080/"));
-    assert_eq!(of("http://[2001:DB8::1]:80/"), Ok(BucketKey::id("[2001:db8::1]:80")));
+    assert_eq!(of("http://[2001:DB8::1]:8080/"), Ok(BucketKey::id("[2001:db8::1]:8080")));
+    // The port that goes without saying, and the dot of the root, make no other host.
+    for url in ["http://hooks.example:80/", "https://hooks.example:443/", "https://hooks.example./"] {
+        assert_eq!(of(url), expected, "{url}");
+    }
+    assert_ne!(of("http://hooks.example:443/"), expected);
     assert_eq!(of("http://a/").unwrap(), BucketKey::id("a"));
     assert_ne!(of("http://a:1/"), of("http://a:2/"));
     let both = Request::get("http://url.example/").header("host", "field.example").body(()).unwrap();
@@ -1238,7 +1243,8 @@ fn public_types_are_send_sync_clone_and_debug_and_show_no_url() {
     drop(sendable(limiter.try_acquire(key("a"), 1)));
     let layer = ThrottleLayer::new(limiter.clone());
     let mut service = layer.layer(Probe::default());
-    let response: ResponseFuture<Probe, String> = sendable(service.call(ask("https://user:secret@host.example/path")));
+    let response: ResponseFuture<Probe, _, String> =
+        sendable(service.call(ask("https://user:secret@host.example/path")));
     let shown = format!("{limiter:?} {layer:?} {service:?} {response:?}");
     for secret in ["secret", "host.example", "path"] {
         assert!(!shown.contains(secret), "{shown}");
