@@ -57,7 +57,8 @@ if stored then
             local least = rate + (rate < WHOLE and 1 or 1000)
             rate = min(max(whole(floor(rate * increase / 1000000)), least), ceiling)
         end
-        since, used, strikes = now, 0, 0
+        if used > 0 then strikes = 0 end
+        since, used = now, 0
     end
 end
 
@@ -70,10 +71,11 @@ if kind == 'take' then
         level, used = level - units, min(used + amount, 2147483648)
     end
 elseif kind == 'refused' then
-    local cooldown
+    -- What was sent before the peer first refused says nothing new.
+    local cooldown = 0
     if amount >= 0 then
         cooldown, strikes = min(amount, COOLDOWN_MAX), 0
-    else
+    elseif now >= till then
         cooldown = floor(min(BACKOFF * 2 ^ min(strikes, 7), BACKOFF_MAX) * random / 1000000)
         strikes = min(strikes + 1, 7)
     end

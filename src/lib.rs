@@ -60,6 +60,10 @@
 //! [`LimitsHandle`] replaces the limits, [`Settle`] charges what a request has really cost, [`Store::peek`],
 //! [`reset`](Store::reset) and [`penalize`](Store::penalize) are for operators.
 //!
+//! # The sender's side
+//!
+//! [`outbound`] waits for tokens before a peer is called, and obeys what the peer says.
+//!
 //! # When there is no key
 //!
 //! A request without an accepted credential is answered with 401; with [`or`](KeyExtractor::or) it is charged to

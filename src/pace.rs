@@ -207,7 +207,11 @@ impl Pace {
             let raised = whole(self.rate * settings.increase_ppm / 1_000_000);
             self.rate = raised.max(least).min(settings.ceiling);
         }
-        (self.since_us, self.used, self.strikes) = (now_us, 0, 0);
+        // An interval in which nothing was sent does not show that the peer is well.
+        if self.used > 0 {
+            self.strikes = 0;
+        }
+        (self.since_us, self.used) = (now_us, 0);
     }
 
     fn reply(&self, allowed: bool, now_us: u64) -> PaceReply {
@@ -238,11 +242,17 @@ pub(crate) fn ask(stored: &mut Option<Pace>, settings: &PaceSettings, ask: PaceA
             pace.used = (pace.used + cost).min(1 << 31);
         }
         PaceAsk::Refused { hint_us, random_ppm } => {
+            // What was sent before the peer first refused says nothing new.
             let cooldown = match hint_us {
                 Some(hint) => hint.min(COOLDOWN_MAX_US),
+                None if now_us < pace.until_us => 0,
                 None => (BACKOFF_US << pace.strikes.min(7)).min(BACKOFF_MAX_US) * random_ppm / 1_000_000,
             };
-            pace.strikes = if hint_us.is_some() { 0 } else { (pace.strikes + 1).min(7) };
+            if hint_us.is_some() {
+                pace.strikes = 0;
+            } else if now_us >= pace.until_us {
+                pace.strikes = (pace.strikes + 1).min(7);
+            }
             pace.until_us = pace.until_us.max(now_us + cooldown);
             // It refills from the end of the cooldown only.
             pace.level = pace.level.min(0);

@@ -83,11 +83,13 @@ impl<E: fmt::Display> fmt::Display for ThrottleError<E> {
     }
 }
 
-impl<E: Error + 'static> Error for ThrottleError<E> {
+/// Also for the boxed errors of tower, which are no [`Error`] themselves. The inner error shows as it is, so that only that
+/// of the tokens is a source.
+impl<E: fmt::Debug + fmt::Display> Error for ThrottleError<E> {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         match self {
             Self::Acquire(error) => Some(error),
-            Self::Inner(error) => error.source(),
+            Self::Inner(_) => None,
         }
     }
 }

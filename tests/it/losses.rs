@@ -24,6 +24,7 @@ use tower_token_bucket::{
     RedisStore, Source, Store as _, TokenBucketLayer,
 };
 
+use crate::proxy::{Mode, Proxy};
 use crate::server::{Server, Value};
 
 /// Longer than anything takes on a busy machine; only ever waited for when a test fails.
@@ -366,6 +367,33 @@ async fn a_promoted_replica_that_missed_charges_gives_one_capacity_and_no_more()
     let most = traffic.check(&[loss], |_, _| 0.0);
     println!("stale replica: {} admitted, at most {most:.1} over the refill", traffic.admitted());
     assert!(most > 1.8 * 200.0, "{most}");
+}
+
+/// A partition: the primary goes on, and what it charges does not reach the replica.
+#[tokio::test]
+async fn a_promoted_replica_gives_again_what_was_not_replicated_and_no_more() {
+    let primary = Server::start();
+    let proxy = Proxy::start(primary.port()).await;
+    let replica = Server::start_with(&["--replicaof", &format!("127.0.0.1 {}", proxy.port)]);
+    until("the replica follows", || info(&replica, "master_link_status:") == "up").await;
+    let quota = Quota::new(1, HOUR).with_capacity(100);
+    let take = [charge("partition", BucketKey::global(), quota, 1)];
+    let admitted = async |store: RedisStore, most: u64| {
+        let mut admitted = 0;
+        for _ in 0..most {
+            admitted += u64::from(store.acquire(&take).await.unwrap().is_allowed());
+        }
+        admitted
+    };
+    let before = admitted(RedisStore::connect(&primary.url()).await.unwrap(), 30).await;
+    until_replicated(&primary, &replica).await;
+    proxy.set(Mode::Drop).await;
+    let unreplicated = admitted(RedisStore::connect(&primary.url()).await.unwrap(), 20).await;
+    primary.kill();
+    replica.query(&["REPLICAOF", "NO", "ONE"]);
+    let after = admitted(RedisStore::connect(&replica.url()).await.unwrap(), 150).await;
+    assert_eq!((before, unreplicated), (30, 20));
+    assert_eq!(before + unreplicated + after, 100 + unreplicated);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -213,6 +213,37 @@ fn a_refusal_without_a_hint_backs_off_longer_each_time_up_to_a_minute() {
 }
 
 #[test]
+fn refusals_of_what_was_sent_before_the_first_are_one_strike() {
+    let mut model = model(100, 100.0);
+    for i in 0..20 {
+        let wait = model.refused(None, 1_000_000, START_US + i * 10_000).ahead_us();
+        assert_eq!(wait, 500_000 - i * 10_000, "half a second from the first");
+    }
+    assert_eq!(model.refused(None, 1_000_000, START_US + 500_000).ahead_us(), 1_000_000);
+}
+
+#[test]
+fn a_peer_that_refuses_all_is_left_alone_for_longer_also_at_a_rate_below_one() {
+    let mut model = model(5, 50.0);
+    let (mut now_us, mut waits) = (START_US, Vec::new());
+    for _ in 0..12 {
+        while !model.take(1, now_us).is_allowed() {
+            now_us += 10_000;
+        }
+        // The answer takes a while.
+        now_us += 100_000;
+        waits.push(model.refused(None, 1_000_000, now_us).ahead_us());
+    }
+    assert!(waits.is_sorted() && waits.last() == Some(&60_000_000), "{waits:?}");
+    // It answers one: the next refusal is the first again.
+    while !model.take(1, now_us).is_allowed() {
+        now_us += 10_000;
+    }
+    now_us += 2_000_000;
+    assert_eq!(model.refused(None, 1_000_000, now_us).ahead_us(), 500_000);
+}
+
+#[test]
 fn settings_that_cannot_be_are_refused_with_what_is_allowed() {
     let good = AdaptiveRate::below(10.0);
     for (capacity, rate, parts) in [

@@ -40,7 +40,7 @@ pub(crate) enum Mode {
 /// A proxy in front of a port of 127.0.0.1. Its tasks end with the runtime, or when it is dropped.
 #[derive(Debug)]
 pub(crate) struct Proxy {
-    port: u16,
+    pub(crate) port: u16,
     shared: Arc<Shared>,
     accepting: JoinHandle<()>,
 }
