@@ -13,9 +13,10 @@ use tokio::sync::{oneshot, watch};
 use tokio::time::{Instant, sleep, timeout};
 
 use super::breaker::Health;
+use super::check::{Acquire, Call, Check};
 use super::connection::{Access, Connection, Target};
 use super::error::{Address, Counts, Redirect, RedisError, RedisErrorKind};
-use super::node::{Acquire, Call, Check, Node};
+use super::node::Node;
 use super::script::Script;
 use crate::bucket;
 use crate::charge::{Amount, Charge, Charges};

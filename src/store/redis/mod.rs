@@ -1,6 +1,7 @@
 //! Buckets in Redis, shared by all instances.
 
 mod breaker;
+mod check;
 mod cluster;
 mod connection;
 mod error;
@@ -18,11 +19,12 @@ use std::time::Duration;
 use redis::aio::ConnectionLike;
 
 pub use breaker::Health;
+use check::{Acquire, Check};
 use cluster::Cluster;
 use connection::{Access, Connection, Target};
 use error::Counts;
 pub use error::{RedisError, RedisErrorKind};
-use node::{Acquire, Check, Node};
+use node::Node;
 use script::{PaceCall, Script};
 use sentinel::Sentinels;
 

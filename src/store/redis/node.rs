@@ -3,48 +3,37 @@
 
 use std::fmt;
 use std::future::Future;
-use std::mem;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::task::{Context, Poll, ready};
-use std::time::Duration;
 
 use redis::aio::ConnectionLike;
-use redis::{Cmd, ErrorKind, RedisResult, ServerErrorKind, Value};
-use tokio::runtime::Handle;
+use redis::{Cmd, ErrorKind, RedisResult, Value};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::{Instant, Sleep, sleep, sleep_until};
+use tokio::time::Instant;
 
-use super::breaker::{Breaker, Change, Health, Ticket};
+use super::breaker::{Breaker, Change, Health};
 use super::connection::{Connection, Generation, Open};
 use super::error::{Address, Counts, RedisError, RedisErrorKind};
-use super::script::{self, Script};
-use crate::charge::Charges;
-use crate::decision::Decision;
 use crate::log;
 
 /// Checks on the wire: what is charged at most after all callers have given up.
 const ON_THE_WIRE: usize = 64;
 /// Checks that wait for a place on the wire. One more is refused at once.
 const WAITING: usize = 4096;
-/// Without a deadline of its own a check that is given up after this long is late.
-const PATIENCE: Duration = Duration::from_millis(50);
-/// After this long without an answer a connection is taken for dead.
-const SILENCE: Duration = Duration::from_secs(5);
 
 /// One server.
 pub(super) struct Node {
     link: Link,
-    breaker: Breaker,
+    pub(super) breaker: Breaker,
     places: Arc<Semaphore>,
     waiting: AtomicUsize,
     /// Counts the answers that came while their callers waited. A server that gives any has not failed those that it
     /// answers later.
-    answers: AtomicU64,
+    pub(super) answers: AtomicU64,
     /// The last connection whose loss was a failure: it is one, however many were on it.
-    lost: AtomicU64,
-    counts: Arc<Counts>,
+    pub(super) losses: AtomicU64,
+    pub(super) counts: Arc<Counts>,
 }
 
 /// What leads to the server.
@@ -54,15 +43,15 @@ enum Link {
 }
 
 /// An open way to the server.
-enum Wire {
+pub(super) enum Wire {
     Own(Open),
     Given(Arc<dyn Given>),
 }
 
-type Boxed<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
+pub(super) type Boxed<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
 /// A connection of the user's own.
-trait Given: Send + Sync {
+pub(super) trait Given: Send + Sync {
     fn ask<'a>(&self, cmd: &'a Cmd) -> Boxed<'a, RedisResult<Value>>;
 }
 
@@ -75,7 +64,7 @@ impl<C: ConnectionLike + Clone + Send + Sync + 'static> Given for C {
 
 impl Wire {
     /// Sends a command and waits for its answer.
-    async fn ask(&mut self, cmd: Cmd) -> RedisResult<Value> {
+    pub(super) async fn ask(&mut self, cmd: Cmd) -> RedisResult<Value> {
         let answer = match self {
             Self::Own(open) => open.inner.send_packed_command(&cmd).await,
             Self::Given(connection) => connection.ask(&cmd).await,
@@ -85,7 +74,7 @@ impl Wire {
     }
 
     /// The same for a key that is on its way to this server.
-    async fn ask_for_a_moving_key(&mut self, cmd: Cmd) -> RedisResult<Value> {
+    pub(super) async fn ask_for_a_moving_key(&mut self, cmd: Cmd) -> RedisResult<Value> {
         let Self::Own(open) = self else { return self.ask(cmd).await };
         // One pipeline, so that nobody's command comes between the two.
         let mut pipeline = redis::pipe();
@@ -95,7 +84,7 @@ impl Wire {
         answers.pop().ok_or_else(wrong).and_then(Value::extract_error)
     }
 
-    fn generation(&self) -> Option<Generation> {
+    pub(super) fn generation(&self) -> Option<Generation> {
         match self {
             Self::Own(open) => Some(open.generation),
             Self::Given(_) => None,
@@ -122,7 +111,7 @@ impl Node {
             places: Arc::new(Semaphore::new(ON_THE_WIRE)),
             waiting: AtomicUsize::new(0),
             answers: AtomicU64::new(0),
-            lost: AtomicU64::new(0),
+            losses: AtomicU64::new(0),
             counts,
         }
     }
@@ -172,7 +161,7 @@ impl Node {
     }
 
     /// Waits for a place on the wire and for the wire. Nothing is sent.
-    async fn enter(self: Arc<Self>) -> Result<Place, RedisError> {
+    pub(super) async fn enter(self: Arc<Self>) -> Result<Place, RedisError> {
         let permit = match Arc::clone(&self.places).try_acquire_owned() {
             Ok(permit) => permit,
             Err(_) => {
@@ -189,7 +178,7 @@ impl Node {
     }
 
     /// A place on the wire, if there is one at this moment.
-    fn enter_now(&self) -> Option<Place> {
+    pub(super) fn enter_now(&self) -> Option<Place> {
         let permit = Arc::clone(&self.places).try_acquire_owned().ok()?;
         let wire = match &self.link {
             Link::Own(connection) => Wire::Own(connection.now()?),
@@ -198,91 +187,22 @@ impl Node {
         Some(Place { wire, _permit: permit })
     }
 
-    fn answered<C: Call>(&self, question: &Question<C>, place: &Place, answer: RedisResult<Value>) -> Asked<C> {
-        let result = answer
-            .map_err(RedisError::sent)
-            .and_then(|answer| question.call.read(&answer).ok_or(RedisError::new(RedisErrorKind::Reply)));
-        if let Err(error) = &result
-            && error.ends_the_connection()
-        {
-            self.lost(place.wire.generation());
-        }
-        Asked::Answered(result)
-    }
-
-    /// Whether a check that was given up is late by now: that is a failure, unless the server has answered others since.
-    /// Given back where it is not late yet: a client that hangs up says nothing of the server.
-    fn is_late(&self, given_up: GivenUp, generation: Option<Generation>) -> Option<GivenUp> {
-        let GivenUp { ticket, late_at, answers } = given_up;
-        let now = Instant::now();
-        if now < late_at {
-            return Some(given_up);
-        }
-        self.counts.add(RedisErrorKind::Late);
-        if ticket.probe {
-            // It may be the connection that is dead, and not the server.
-            self.lost(generation);
-        } else if self.answers.load(Ordering::Relaxed) != answers {
-            return None;
-        }
-        if let Some(change) = self.breaker.failed(ticket, now) {
-            self.tell(change, &RedisErrorKind::Late);
-        }
-        None
-    }
-
-    /// Waits for the answer to a check whose caller has gone, as long as it may come.
-    async fn attend<T>(
-        self: Arc<Self>,
-        asking: Boxed<'static, T>,
-        generation: Option<Generation>,
-        mut given_up: Option<GivenUp>,
-    ) {
-        let lost = async {
-            match (&self.link, generation) {
-                (Link::Own(connection), Some(generation)) => connection.until_lost(generation).await,
-                // Whoever gave it closes it.
-                _ => std::future::pending().await,
-            }
-        };
-        let silence = sleep(SILENCE);
-        let late = sleep_until(given_up.map_or(Instant::now(), |given_up| given_up.late_at));
-        tokio::pin!(asking, lost, silence, late);
-        std::future::poll_fn(|cx| {
-            let is_answered = asking.as_mut().poll(cx).is_ready();
-            if let Some(early) = given_up {
-                if is_answered {
-                    given_up = None;
-                    if let Some(change) = self.breaker.answered(early.ticket) {
-                        self.tell(change, &"");
-                    }
-                } else if late.as_mut().poll(cx).is_ready() {
-                    given_up = self.is_late(early, generation);
-                }
-            }
-            if silence.as_mut().poll(cx).is_ready() {
-                self.lost(generation);
-            }
-            // The connection closes when the last of those that use it has gone.
-            if is_answered || lost.as_mut().poll(cx).is_ready() {
-                if let Some(early) = given_up.take() {
-                    self.breaker.said_nothing(early.ticket, Instant::now());
-                }
-                return Poll::Ready(());
-            }
-            Poll::Pending
-        })
-        .await;
-    }
-
     /// The connection of that generation is of no use any more.
-    fn lost(&self, generation: Option<Generation>) {
+    pub(super) fn lost(&self, generation: Option<Generation>) {
         if let (Link::Own(connection), Some(generation)) = (&self.link, generation) {
             connection.lost(generation);
         }
     }
 
-    fn tell(&self, change: Change, why: &dyn fmt::Display) {
+    /// Waits until the connection of that generation is lost. Whoever gave one closes it.
+    pub(super) async fn until_lost(&self, generation: Option<Generation>) {
+        match (&self.link, generation) {
+            (Link::Own(connection), Some(generation)) => connection.until_lost(generation).await,
+            _ => std::future::pending().await,
+        }
+    }
+
+    pub(super) fn tell(&self, change: Change, why: &dyn fmt::Display) {
         if let (Change::Opened, Link::Own(connection)) = (change, &self.link)
             && connection.follows_a_failover()
         {
@@ -321,291 +241,7 @@ impl Drop for Waiting<'_> {
 }
 
 /// A place on the wire: kept until the answer has come, whoever waits for it by then.
-struct Place {
-    wire: Wire,
+pub(super) struct Place {
+    pub(super) wire: Wire,
     _permit: OwnedSemaphorePermit,
-}
-
-/// A call of a script.
-pub(super) trait Call: Clone + Unpin + Send + Sync + 'static {
-    type Answer: Unpin + Send + 'static;
-
-    /// The call by the script's hash.
-    fn evalsha(&self) -> Cmd;
-
-    /// The same call with the script itself.
-    fn eval(&self) -> Cmd;
-
-    /// What the answer means: `None` for any that the script does not give.
-    fn read(&self, answer: &Value) -> Option<Self::Answer>;
-
-    /// The answer, where there is no question.
-    fn unasked(&self) -> Option<Self::Answer> {
-        None
-    }
-}
-
-/// The charges of one request.
-#[derive(Clone)]
-pub(super) struct Acquire {
-    pub(super) script: Arc<Script>,
-    pub(super) charges: Charges,
-}
-
-impl Call for Acquire {
-    type Answer = Decision;
-
-    fn evalsha(&self) -> Cmd {
-        self.script.evalsha(&self.charges)
-    }
-
-    fn eval(&self) -> Cmd {
-        self.script.eval(&self.charges)
-    }
-
-    fn read(&self, answer: &Value) -> Option<Decision> {
-        script::decision(&self.charges, answer)
-    }
-
-    fn unasked(&self) -> Option<Decision> {
-        if self.charges.is_empty() { Decision::new(&[], &[]) } else { None }
-    }
-}
-
-/// What is asked of the server.
-struct Question<C> {
-    call: C,
-    /// The server has said that the keys are on their way to another one, which is this.
-    moving: bool,
-}
-
-impl<C: Call> Question<C> {
-    async fn send(&self, cmd: Cmd, place: &mut Place) -> RedisResult<Value> {
-        if self.moving { place.wire.ask_for_a_moving_key(cmd).await } else { place.wire.ask(cmd).await }
-    }
-}
-
-/// What came of a call.
-enum Asked<C: Call> {
-    Answered(Result<C::Answer, RedisError>),
-    /// The server does not know the script, which proves that nothing ran.
-    NoScript(Question<C>, Place),
-}
-
-/// A check whose caller has gone.
-#[derive(Clone, Copy)]
-struct GivenUp {
-    ticket: Ticket,
-    late_at: Instant,
-    /// The answers that the server had given when it began.
-    answers: u64,
-}
-
-/// One check, on its way.
-pub(super) struct Check<C: Call> {
-    node: Arc<Node>,
-    ticket: Option<Ticket>,
-    /// After that it is late.
-    patience: Duration,
-    /// The answers that the server had given when it began.
-    answers: u64,
-    /// The caller waits for longer than a connection may be silent.
-    outwaits: bool,
-    silence: Option<Pin<Box<Sleep>>>,
-    /// Redirections are followed.
-    follows: bool,
-    stage: Stage<C>,
-}
-
-enum Stage<C: Call> {
-    New(Question<C>),
-    /// Waits for a place: dropped, it leaves no trace.
-    Entering(Question<C>, Boxed<'static, Result<Place, RedisError>>),
-    /// Sent, on this connection: the tokens may be taken from now on.
-    Asking(Boxed<'static, Asked<C>>, Option<Generation>),
-    Done,
-}
-
-impl<C: Call> Check<C> {
-    /// A check whose caller waits for at most `deadline`, if that is known.
-    pub(super) fn new(node: Arc<Node>, call: C, deadline: Option<Duration>) -> Self {
-        let question = Question { call, moving: false };
-        let outwaits = deadline.is_none_or(|deadline| deadline > SILENCE);
-        let (patience, stage) = (deadline.unwrap_or(PATIENCE), Stage::New(question));
-        Self { node, ticket: None, patience, answers: 0, outwaits, silence: None, follows: false, stage }
-    }
-
-    /// The same on a node of a cluster, whose caller follows its redirections.
-    pub(super) fn in_a_cluster(mut self) -> Self {
-        self.follows = true;
-        self
-    }
-
-    /// The same for keys that are on their way to this server.
-    pub(super) fn of_moving_keys(mut self) -> Self {
-        if let Stage::New(question) = &mut self.stage {
-            question.moving = true;
-        }
-        self
-    }
-
-    /// The end of a check whose caller is there, on that connection.
-    fn end(&mut self, result: &Result<C::Answer, RedisError>, on: Option<Generation>) {
-        // Where else the key is does not make this server fail, where that is followed.
-        let is_followed = |error: &RedisError| self.follows && error.redirect().is_some();
-        let result = match result {
-            Err(error) if !is_followed(error) => Err(error),
-            Ok(_) | Err(_) => Ok(()),
-        };
-        if let Err(error) = result {
-            self.node.counts.add(error.kind());
-        }
-        let Some(ticket) = self.ticket.take() else { return };
-        let breaker = &self.node.breaker;
-        // A connection is lost once, however many checks were on it.
-        let is_known = |error: &RedisError| {
-            error.kind() == RedisErrorKind::Lost
-                && !ticket.probe
-                && on.is_some_and(|on| self.node.lost.swap(on, Ordering::Relaxed) == on)
-        };
-        let change = match result {
-            // The load of this instance says nothing of the server.
-            Err(error) if error.kind() == RedisErrorKind::Crowded || is_known(error) => {
-                breaker.said_nothing(ticket, Instant::now());
-                None
-            }
-            Err(error) if error.kind() != RedisErrorKind::Bucket => breaker.failed(ticket, Instant::now()),
-            // What stands in one key does not either, but the server did answer.
-            Ok(()) | Err(_) => {
-                self.node.answers.fetch_add(1, Ordering::Relaxed);
-                breaker.answered(ticket)
-            }
-        };
-        if let Some(change) = change {
-            self.node.tell(change, &result.as_ref().err().map_or_else(String::new, ToString::to_string));
-        }
-    }
-}
-
-/// Asks, by the script's hash.
-async fn ask<C: Call>(node: Arc<Node>, question: Question<C>, mut place: Place) -> Asked<C> {
-    let answer = question.send(question.call.evalsha(), &mut place).await;
-    match answer {
-        Err(error) if error.kind() == ErrorKind::Server(ServerErrorKind::NoScript) => Asked::NoScript(question, place),
-        answer => node.answered(&question, &place, answer),
-    }
-}
-
-/// Asks with the script itself.
-async fn ask_with_the_script<C: Call>(node: Arc<Node>, question: Question<C>, mut place: Place) -> Asked<C> {
-    let answer = question.send(question.call.eval(), &mut place).await;
-    node.answered(&question, &place, answer)
-}
-
-impl<C: Call> Future for Check<C> {
-    type Output = Result<C::Answer, RedisError>;
-
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let this = &mut *self;
-        let mut on = None;
-        let result = loop {
-            match mem::replace(&mut this.stage, Stage::Done) {
-                // New => Entering | Asking
-                Stage::New(question) => {
-                    if let Some(answer) = question.call.unasked() {
-                        return Poll::Ready(Ok(answer));
-                    }
-                    match this.node.breaker.enter(Instant::now()) {
-                        Ok(ticket) => {
-                            this.ticket = Some(ticket);
-                            this.stage = match this.node.enter_now() {
-                                Some(place) => {
-                                    Stage::asking(&this.node, place, |node, place| ask(node, question, place))
-                                }
-                                None => Stage::Entering(question, Box::pin(Arc::clone(&this.node).enter())),
-                            };
-                        }
-                        Err(retry_after) => break Err(RedisError::breaker_open(retry_after)),
-                    }
-                }
-                // Entering => Asking
-                Stage::Entering(question, mut entering) => match entering.as_mut().poll(cx) {
-                    Poll::Ready(Ok(place)) => {
-                        // It may have waited for long.
-                        if let Some(ticket) = this.ticket
-                            && let Err(retry_after) = this.node.breaker.enter_again(ticket, Instant::now())
-                        {
-                            this.ticket = None;
-                            break Err(RedisError::breaker_open(retry_after));
-                        }
-                        this.stage = Stage::asking(&this.node, place, |node, place| ask(node, question, place));
-                    }
-                    Poll::Ready(Err(error)) => break Err(error),
-                    Poll::Pending => {
-                        this.stage = Stage::Entering(question, entering);
-                        return Poll::Pending;
-                    }
-                },
-                // Asking => Asking | Done
-                Stage::Asking(mut asking, generation) => match asking.as_mut().poll(cx) {
-                    Poll::Ready(Asked::Answered(result)) => {
-                        on = generation;
-                        break result;
-                    }
-                    Poll::Ready(Asked::NoScript(question, place)) => {
-                        this.stage =
-                            Stage::asking(&this.node, place, |node, place| ask_with_the_script(node, question, place));
-                    }
-                    Poll::Pending => {
-                        this.stage = Stage::Asking(asking, generation);
-                        // Without a runtime there is no timer.
-                        if this.outwaits && Handle::try_current().is_ok() {
-                            let silence = this.silence.get_or_insert_with(|| Box::pin(sleep(SILENCE)));
-                            ready!(silence.as_mut().poll(cx));
-                            this.node.lost(generation);
-                            break Err(RedisError::new(RedisErrorKind::Late));
-                        }
-                        return Poll::Pending;
-                    }
-                },
-                Stage::Done => panic!("polled after completion"),
-            }
-        };
-        this.end(&result, on);
-        Poll::Ready(result)
-    }
-}
-
-impl<C: Call> Stage<C> {
-    fn asking<F>(node: &Arc<Node>, place: Place, ask: impl FnOnce(Arc<Node>, Place) -> F) -> Self
-    where
-        F: Future<Output = Asked<C>> + Send + 'static,
-    {
-        let generation = place.wire.generation();
-        Self::Asking(Box::pin(ask(Arc::clone(node), place)), generation)
-    }
-}
-
-impl<C: Call> Drop for Check<C> {
-    fn drop(&mut self) {
-        let stage = mem::replace(&mut self.stage, Stage::Done);
-        let given_up = self.ticket.take().map(|ticket| GivenUp {
-            ticket,
-            late_at: ticket.began + self.patience,
-            answers: self.answers,
-        });
-        match (stage, Handle::try_current()) {
-            // What is on the wire keeps its place until it is answered, so that no more than so many are ever charged
-            // after their callers have gone.
-            (Stage::Asking(asking, generation), Ok(runtime)) => {
-                let given_up = given_up.and_then(|given_up| self.node.is_late(given_up, generation));
-                runtime.spawn(Arc::clone(&self.node).attend(asking, generation, given_up));
-            }
-            _ => {
-                if let Some(given_up) = given_up.and_then(|given_up| self.node.is_late(given_up, None)) {
-                    self.node.breaker.said_nothing(given_up.ticket, Instant::now());
-                }
-            }
-        }
-    }
 }

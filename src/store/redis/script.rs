@@ -6,7 +6,7 @@ use std::sync::Arc;
 use redis::{Cmd, Value};
 use smallvec::SmallVec;
 
-use super::node::Call;
+use super::check::Call;
 use crate::bucket;
 use crate::charge::{Amount, Charge};
 use crate::decision::{Decision, Reply};
