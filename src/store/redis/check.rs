@@ -290,6 +290,7 @@ impl<C: Call> Future for Check<C> {
                     match this.node.breaker.enter(Instant::now()) {
                         Ok(ticket) => {
                             this.ticket = Some(ticket);
+                            this.answers = this.node.answers.load(Ordering::Relaxed);
                             this.stage = match this.node.enter_now() {
                                 Some(place) => {
                                     Stage::asking(&this.node, place, |node, place| ask(node, question, place))
