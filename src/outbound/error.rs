@@ -10,6 +10,24 @@ use crate::key::NoKey;
 ///
 /// It is no failure of the peer. Put what was to be sent back into its queue, for [`retry_after`](Self::retry_after), and
 /// do not count an attempt.
+///
+/// # Example
+///
+/// ```
+/// use std::time::Duration;
+/// use tower_token_bucket::outbound::{AcquireError, Limiter};
+/// use tower_token_bucket::{BucketKey, MemoryStore, Quota};
+///
+/// # #[tokio::main(flavor = "current_thread", start_paused = true)]
+/// # async fn main() -> Result<(), AcquireError> {
+/// let limiter = Limiter::new(MemoryStore::new(), "webhooks", Quota::per_minute(1));
+/// let endpoint = BucketKey::id("endpoint 7");
+/// limiter.acquire(endpoint, 1).await?;
+/// let error = limiter.acquire(endpoint, 1).await.unwrap_err(); // at once: it waits 5 s at most
+/// assert_eq!(error.retry_after(), Some(Duration::from_secs(60)));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum AcquireError {

@@ -13,6 +13,31 @@ use crate::store::Store;
 
 /// A store that also keeps rates that adapt: [`MemoryStore`](crate::MemoryStore), `RedisStore`, and those that hand on the
 /// [`Rates`] of another.
+///
+/// # Example
+///
+/// ```
+/// use tower_token_bucket::outbound::{AdaptiveStore, Rates};
+/// use tower_token_bucket::{Charge, MemoryStore, Store};
+///
+/// #[derive(Clone)]
+/// struct Wrapped(MemoryStore);
+///
+/// impl Store for Wrapped {
+///     type Error = <MemoryStore as Store>::Error;
+///     type Future = <MemoryStore as Store>::Future;
+///
+///     fn acquire(&self, charges: &[Charge]) -> Self::Future {
+///         self.0.acquire(charges)
+///     }
+/// }
+///
+/// impl AdaptiveStore for Wrapped {
+///     fn rates(&self) -> Rates {
+///         self.0.rates()
+///     }
+/// }
+/// ```
 pub trait AdaptiveStore: Store {
     /// What keeps the rates.
     fn rates(&self) -> Rates;

@@ -19,6 +19,19 @@ const PAUSE_MAX: Duration = Duration::from_millis(400);
 const PROBE_MAX: Duration = Duration::from_secs(5);
 
 /// What a breaker lets through.
+///
+/// # Example
+///
+/// ```no_run
+/// use tower_token_bucket::{Health, RedisErrorKind, RedisStore};
+///
+/// fn report(store: &RedisStore) {
+///     for (address, health) in store.nodes() {
+///         println!("{address} is asked: {}", health == Health::Closed);
+///     }
+///     println!("late: {}", store.failures(RedisErrorKind::Late));
+/// }
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Health {
