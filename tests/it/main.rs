@@ -4,6 +4,25 @@
 #[cfg(feature = "rustls")]
 #[path = "../support/tls.rs"]
 mod certificates;
+/// Each test on memory buckets with a paused clock, and on a server of its own, by the `in_redis` of its file.
+macro_rules! on_both_stores {
+    ($($test:ident),+ $(,)?) => {
+        mod in_memory {
+            $(#[tokio::test(start_paused = true)]
+            async fn $test() {
+                super::$test(super::MemoryStore::new()).await;
+            })+
+        }
+        mod in_redis {
+            $(#[tokio::test]
+            async fn $test() {
+                let server = super::Server::start();
+                super::$test(super::in_redis(&server.url()).await).await;
+            })+
+        }
+    };
+}
+
 #[path = "../support/log.rs"]
 mod log;
 #[path = "../support/proxy.rs"]

@@ -103,23 +103,8 @@ async fn comes_to<St: Store>(store: &St, tokens: i64) {
     }
 }
 
-/// Each test on memory buckets with a paused clock, and on a server of its own.
-macro_rules! on_both_stores {
-    ($($test:ident),+ $(,)?) => {
-        mod in_memory {
-            $(#[tokio::test(start_paused = true)]
-            async fn $test() {
-                super::$test(super::MemoryStore::new()).await;
-            })+
-        }
-        mod in_redis {
-            $(#[tokio::test]
-            async fn $test() {
-                let server = super::Server::start();
-                super::$test(super::RedisStore::connect(&server.url()).await.unwrap()).await;
-            })+
-        }
-    };
+async fn in_redis(url: &str) -> RedisStore {
+    RedisStore::connect(url).await.unwrap()
 }
 
 on_both_stores! {

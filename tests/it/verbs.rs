@@ -90,24 +90,9 @@ async fn level<St: Store>(store: &St, limit: &Limit, key: BucketKey) -> i64 {
     level
 }
 
-macro_rules! on_both_stores {
-    ($($test:ident),+ $(,)?) => {
-        mod in_memory {
-            $(#[tokio::test(start_paused = true)]
-            async fn $test() {
-                super::$test(super::MemoryStore::new()).await;
-            })+
-        }
-        mod in_redis {
-            $(#[tokio::test]
-            async fn $test() {
-                let server = super::Server::start();
-                // With a secret, as a server that is shared should have: the verbs find the same bucket.
-                let store = super::RedisStore::connect(&server.url()).await.unwrap().secret("s3cret").prefix("ops");
-                super::$test(store).await;
-            })+
-        }
-    };
+/// With a secret, as a server that is shared should have: the verbs find the same bucket.
+async fn in_redis(url: &str) -> RedisStore {
+    RedisStore::connect(url).await.unwrap().secret("s3cret").prefix("ops")
 }
 
 on_both_stores! {
