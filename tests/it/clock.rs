@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::time::Duration;
 
 use redis::aio::{ConnectionLike, MultiplexedConnection};
-use redis::{Cmd, Pipeline, RedisFuture};
+use redis::{Cmd, RedisFuture};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 use tower_token_bucket::conformance::Model;
@@ -269,18 +269,7 @@ impl ConnectionLike for Accounted {
         })
     }
 
-    fn req_packed_commands<'a>(
-        &'a mut self,
-        pipeline: &'a Pipeline,
-        offset: usize,
-        count: usize,
-    ) -> RedisFuture<'a, Vec<redis::Value>> {
-        self.inner.req_packed_commands(pipeline, offset, count)
-    }
-
-    fn get_db(&self) -> i64 {
-        0
-    }
+    the_rest_by_inner!();
 }
 
 /// Steps of an hour and of less than a second, back and forth, under traffic: every reply, every value and every life is

@@ -4,6 +4,24 @@
 #[cfg(feature = "rustls")]
 #[path = "../support/tls.rs"]
 mod certificates;
+/// What a connection that changes single commands leaves to its `inner` one: the rest of `ConnectionLike`.
+macro_rules! the_rest_by_inner {
+    () => {
+        fn req_packed_commands<'a>(
+            &'a mut self,
+            pipeline: &'a redis::Pipeline,
+            offset: usize,
+            count: usize,
+        ) -> redis::RedisFuture<'a, Vec<redis::Value>> {
+            self.inner.req_packed_commands(pipeline, offset, count)
+        }
+
+        fn get_db(&self) -> i64 {
+            0
+        }
+    };
+}
+
 /// Each test on memory buckets with a paused clock, and on a server of its own, by the `in_redis` of its file.
 macro_rules! on_both_stores {
     ($($test:ident),+ $(,)?) => {

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use redis::aio::{ConnectionLike, MultiplexedConnection};
-use redis::{Cmd, Pipeline, RedisFuture};
+use redis::{Cmd, RedisFuture};
 use tokio::task::JoinSet;
 use tower_token_bucket::conformance::{self, Model};
 use tower_token_bucket::{Amount, BucketKey, Charge, LimitName, Quota, RedisStore, Store, redis};
@@ -100,18 +100,7 @@ impl ConnectionLike for Lossy {
         })
     }
 
-    fn req_packed_commands<'a>(
-        &'a mut self,
-        pipeline: &'a Pipeline,
-        offset: usize,
-        count: usize,
-    ) -> RedisFuture<'a, Vec<redis::Value>> {
-        self.inner.req_packed_commands(pipeline, offset, count)
-    }
-
-    fn get_db(&self) -> i64 {
-        0
-    }
+    the_rest_by_inner!();
 }
 
 /// rate-limit-redis#251, #252.
@@ -324,18 +313,7 @@ impl ConnectionLike for Accounted {
         })
     }
 
-    fn req_packed_commands<'a>(
-        &'a mut self,
-        pipeline: &'a Pipeline,
-        offset: usize,
-        count: usize,
-    ) -> RedisFuture<'a, Vec<redis::Value>> {
-        self.inner.req_packed_commands(pipeline, offset, count)
-    }
-
-    fn get_db(&self) -> i64 {
-        0
-    }
+    the_rest_by_inner!();
 }
 
 /// One of the processes of the accounting test; by itself it does nothing.
