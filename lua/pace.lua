@@ -1,25 +1,27 @@
 -- A bucket whose rate adapts to what a peer says: takes tokens, or records a refusal, in one step.
 --
--- State   The key holds `at:level:rate:until:cut:since:used:strikes`, eight decimal integers: times in microseconds since
---         1970, the level in units of 10^-9 token, the rate in thousandths of a token per second. `at` is when the level was
---         that, in the future during a cooldown, which ends at `until`; `cut` is when the rate was last lowered; `used` are
---         the tokens taken since `since`; `strikes` are refusals without a hint. No key is a full bucket at the ceiling.
+-- State   The key holds `at:level:rate:until:cut:since:used:strikes:floored`, nine decimal integers: times in microseconds
+--         since 1970, the level in units of 10^-9 token, the rate in thousandths of a token per second. `at` is when the
+--         level was that, in the future during a cooldown, which ends at `until`; `cut` is when the rate was last lowered;
+--         `used` are the tokens taken since `since`; `strikes` are refusals without a hint; `floored` is since when the
+--         rate has been the lowest, or 0. No key is a full bucket at the ceiling.
 --
 -- KEYS    The bucket.
--- ARGV    kind      take, look or refused
---         amount    take: tokens; refused: the time to wait in microseconds, or -1
---         random    refused without a time to wait: the fraction of the back-off, in millionths
+-- ARGV    kind      take, look, refused or pause
+--         amount    take: tokens; refused: the time to wait in microseconds, or -1; pause: that time
+--         random    refused without a time to wait: how far the back-off is from the least to the most, in millionths
 --         capacity, ceiling, floor, decrease, increase: tokens, thousandths of a token per second, millionths
 --
--- Reply   allowed (1 or 0), level, microseconds until it refills, rate. Only what changes is written, in one command with
---         its life. src/pace.rs computes the same with integers, and tests/it/pace.rs holds the two together.
+-- Reply   allowed (1 or 0), level, microseconds until it refills, rate, and for how many microseconds that has been the
+--         lowest, or -1. Only what changes is written, in one command with its life. src/pace.rs computes the same with integers, and tests/it/pace.rs holds the two together.
 
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
 local floor, max, min = math.floor, math.max, math.min
 
 local UNITS, WHOLE, INTERVAL = 1000000000, 1000000, 1000000
-local COOLDOWN_MAX, BACKOFF, BACKOFF_MAX, MEMORY = 3600000000, 500000, 60000000, 86400000000
+local COOLDOWN_MAX, MEMORY = 3600000000, 86400000000
+local BACKOFF_MIN, BACKOFF, BACKOFF_MAX, UNANSWERED = 500000, 1000000, 60000000, 2
 
 local kind, amount, random = ARGV[1], ARGV[2] + 0, ARGV[3] + 0
 local capacity, ceiling, lowest, decrease, increase = ARGV[4] + 0, ARGV[5] + 0, ARGV[6] + 0, ARGV[7] + 0, ARGV[8] + 0
@@ -32,13 +34,22 @@ end
 
 local stored = redis.pcall('GET', KEYS[1])
 if stored and stored.err then return stored end
-local at, level, rate, till, cut, since, used, strikes = now, full, ceiling, 0, 0, now, 0, 0
+local at, level, rate, till, cut, since, used, strikes, floored = now, full, ceiling, 0, 0, now, 0, 0, 0
+-- Remembers since when the rate has been the lowest: never, where there is only one.
+local function mark_the_floor()
+    if rate > lowest or lowest == ceiling then
+        floored = 0
+    else
+        floored = floored == 0 and now or min(floored, now)
+    end
+end
+
 if stored then
-    at, level, rate, till, cut, since, used, strikes =
-        string.match(stored, '^(%d+):(%-?%d+):(%d+):(%d+):(%d+):(%d+):(%d+):(%d+)$')
+    at, level, rate, till, cut, since, used, strikes, floored =
+        string.match(stored, '^(%d+):(%-?%d+):(%d+):(%d+):(%d+):(%d+):(%d+):(%d+):(%d+)$')
     if not at then return { err = 'TOKENBUCKET the key holds something else than a bucket' } end
-    at, level, rate, till, cut, since, used, strikes =
-        at + 0, level + 0, rate + 0, till + 0, cut + 0, since + 0, used + 0, strikes + 0
+    at, level, rate, till, cut, since, used, strikes, floored =
+        at + 0, level + 0, rate + 0, till + 0, cut + 0, since + 0, used + 0, strikes + 0, floored + 0
     rate = min(max(rate, lowest), ceiling)
     level = min(max(level, -full), full)
     till = min(till, now + COOLDOWN_MAX)
@@ -60,6 +71,14 @@ if stored then
         if used > 0 then strikes = 0 end
         since, used = now, 0
     end
+    mark_the_floor()
+end
+
+-- Nothing is sent for so long: the bucket is empty, and refills from the end only.
+local function cool_down(time)
+    till = max(till, now + time)
+    level, at = min(level, 0), max(at, till)
+    since, used = till, 0
 end
 
 local allowed, changed = 1, true
@@ -71,20 +90,23 @@ if kind == 'take' then
         level, used = level - units, min(used + amount, 2147483648)
     end
 elseif kind == 'refused' then
+    if amount >= 0 or used > UNANSWERED then strikes = 0 end
     -- What was sent before the peer first refused says nothing new.
     local cooldown = 0
     if amount >= 0 then
-        cooldown, strikes = min(amount, COOLDOWN_MAX), 0
+        cooldown = min(amount, COOLDOWN_MAX)
     elseif now >= till then
-        cooldown = floor(min(BACKOFF * 2 ^ min(strikes, 7), BACKOFF_MAX) * random / 1000000)
-        strikes = min(strikes + 1, 7)
+        local most = min(BACKOFF * 2 ^ min(strikes, 6), BACKOFF_MAX)
+        cooldown = BACKOFF_MIN + floor((most - BACKOFF_MIN) * random / 1000000)
+        strikes = min(strikes + 1, 6)
     end
-    till = max(till, now + cooldown)
-    level, at = min(level, 0), max(at, till)
-    since, used = till, 0
+    cool_down(cooldown)
     if now >= cut + INTERVAL then
         rate, cut = max(whole(floor(rate * decrease / 1000000)), lowest), now
+        mark_the_floor()
     end
+elseif kind == 'pause' then
+    cool_down(min(amount, COOLDOWN_MAX))
 else
     changed = false
 end
@@ -94,8 +116,8 @@ if changed then
     local life = at + missing + -missing % 1 - now
     if rate < ceiling or strikes > 0 then life = life + MEMORY end
     life = max(life / 1000, 1)
-    local value = string.format('%d:%d:%d:%d:%d:%d:%d:%d', at, level, rate, till, cut, since, used, strikes)
+    local value = string.format('%d:%d:%d:%d:%d:%d:%d:%d:%d', at, level, rate, till, cut, since, used, strikes, floored)
     local done = redis.pcall('SET', KEYS[1], value, 'PX', string.format('%d', life + -life % 1))
     if done.err then return done end
 end
-return { allowed, level, max(at - now, 0), rate }
+return { allowed, level, max(at - now, 0), rate, floored > 0 and now - floored or -1 }

@@ -16,9 +16,13 @@ const RATE_MAX: u64 = 1_000_000_000;
 const INTERVAL_US: u64 = 1_000_000;
 /// No cooldown is longer.
 const COOLDOWN_MAX_US: u64 = 3_600_000_000;
-/// The first cooldown of a peer that gives no hint; each further one doubles it, up to the longest.
-const BACKOFF_US: u64 = 500_000;
+/// A cooldown of a peer that gives no hint is a random time from the least to a second, which each further one doubles, up
+/// to the most.
+const BACKOFF_MIN_US: u64 = 500_000;
+const BACKOFF_US: u64 = 1_000_000;
 const BACKOFF_MAX_US: u64 = 60_000_000;
+/// A refusal after more tokens than that is the first: the peer has answered others since its last one.
+const UNANSWERED: u64 = 2;
 /// A stored time further ahead of the clock, and no cooldown, is set to now: the clock has stepped back.
 const AHEAD_MAX_US: u64 = 1_000_000;
 /// A rate that has been cut is remembered for so long.
@@ -145,6 +149,8 @@ pub(crate) struct Pace {
     pub(crate) used: u64,
     /// Refusals without a hint since the last second without one.
     pub(crate) strikes: u64,
+    /// Since when the rate has been the lowest; 0 where it is not.
+    pub(crate) floored_us: u64,
 }
 
 /// What is asked.
@@ -156,6 +162,8 @@ pub(crate) enum PaceAsk {
     Look,
     /// The peer refused: with a time to wait, or with a fraction of the back-off, in millionths.
     Refused { hint_us: Option<u64>, random_ppm: u64 },
+    /// The peer has nothing left for so long, and has refused nothing.
+    Pause { hint_us: u64 },
 }
 
 /// What is answered.
@@ -166,6 +174,8 @@ pub(crate) struct PaceReply {
     /// From when on that refills, counted from now.
     pub(crate) ahead_us: u64,
     pub(crate) rate: u64,
+    /// For how long the rate has been the lowest, if it is.
+    pub(crate) floored_us: Option<u64>,
 }
 
 impl Pace {
@@ -173,8 +183,8 @@ impl Pace {
         let full = settings.full();
         let Some(stored) = stored else {
             let (level, rate) = (full, settings.ceiling);
-            let (until_us, cut_us, used, strikes) = (0, 0, 0, 0);
-            return Self { at_us: now_us, level, rate, until_us, cut_us, since_us: now_us, used, strikes };
+            let (until_us, cut_us, used, strikes, floored_us) = (0, 0, 0, 0, 0);
+            return Self { at_us: now_us, level, rate, until_us, cut_us, since_us: now_us, used, strikes, floored_us };
         };
         let mut pace = stored;
         pace.rate = pace.rate.clamp(settings.floor, settings.ceiling);
@@ -193,7 +203,25 @@ impl Pace {
             pace.at_us = now_us;
         }
         pace.grow(settings, now_us);
+        pace.mark_the_floor(settings, now_us);
         pace
+    }
+
+    /// Remembers since when the rate has been the lowest: never, where there is only one.
+    fn mark_the_floor(&mut self, settings: &PaceSettings, now_us: u64) {
+        self.floored_us = match self.floored_us {
+            _ if self.rate > settings.floor || settings.floor == settings.ceiling => 0,
+            0 => now_us,
+            since => since.min(now_us),
+        };
+    }
+
+    /// Nothing is sent until then: the bucket is empty, and refills from the end only.
+    fn cool_down(&mut self, until_us: u64) {
+        self.until_us = self.until_us.max(until_us);
+        self.level = self.level.min(0);
+        self.at_us = self.at_us.max(self.until_us);
+        (self.since_us, self.used) = (self.until_us, 0);
     }
 
     /// Raises the rate after an interval in which at least half of it was used.
@@ -215,7 +243,9 @@ impl Pace {
     }
 
     fn reply(&self, allowed: bool, now_us: u64) -> PaceReply {
-        PaceReply { allowed, level: self.level, ahead_us: self.at_us.saturating_sub(now_us), rate: self.rate }
+        let floored_us = (self.floored_us > 0).then(|| now_us - self.floored_us);
+        let ahead_us = self.at_us.saturating_sub(now_us);
+        PaceReply { allowed, level: self.level, ahead_us, rate: self.rate, floored_us }
     }
 
     /// How long the state has to be kept, counted from `now_us`, in milliseconds: until the bucket is full, and a day more
@@ -242,36 +272,36 @@ pub(crate) fn ask(stored: &mut Option<Pace>, settings: &PaceSettings, ask: PaceA
             pace.used = (pace.used + cost).min(1 << 31);
         }
         PaceAsk::Refused { hint_us, random_ppm } => {
-            // What was sent before the peer first refused says nothing new.
+            if hint_us.is_some() || pace.used > UNANSWERED {
+                pace.strikes = 0;
+            }
             let cooldown = match hint_us {
                 Some(hint) => hint.min(COOLDOWN_MAX_US),
+                // What was sent before the peer first refused says nothing new.
                 None if now_us < pace.until_us => 0,
-                None => (BACKOFF_US << pace.strikes.min(7)).min(BACKOFF_MAX_US) * random_ppm / 1_000_000,
+                None => {
+                    let most = (BACKOFF_US << pace.strikes.min(6)).min(BACKOFF_MAX_US);
+                    pace.strikes = (pace.strikes + 1).min(6);
+                    BACKOFF_MIN_US + (most - BACKOFF_MIN_US) * random_ppm / 1_000_000
+                }
             };
-            if hint_us.is_some() {
-                pace.strikes = 0;
-            } else if now_us >= pace.until_us {
-                pace.strikes = (pace.strikes + 1).min(7);
-            }
-            pace.until_us = pace.until_us.max(now_us + cooldown);
-            // It refills from the end of the cooldown only.
-            pace.level = pace.level.min(0);
-            pace.at_us = pace.at_us.max(pace.until_us);
-            (pace.since_us, pace.used) = (pace.until_us, 0);
+            pace.cool_down(now_us + cooldown);
             if now_us >= pace.cut_us + INTERVAL_US {
                 pace.rate = whole(pace.rate * settings.decrease_ppm / 1_000_000).max(settings.floor);
                 pace.cut_us = now_us;
+                pace.mark_the_floor(settings, now_us);
             }
         }
+        PaceAsk::Pause { hint_us } => pace.cool_down(now_us + hint_us.min(COOLDOWN_MAX_US)),
     }
     *stored = Some(pace);
     pace.reply(true, now_us)
 }
 
-/// `at:level:rate:until:cut:since:used:strikes`, eight integers: what a store keeps as text.
+/// `at:level:rate:until:cut:since:used:strikes:floored`, nine integers: what a store keeps as text.
 impl std::fmt::Display for Pace {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { at_us, level, rate, until_us, cut_us, since_us, used, strikes } = self;
-        write!(f, "{at_us}:{level}:{rate}:{until_us}:{cut_us}:{since_us}:{used}:{strikes}")
+        let Self { at_us, level, rate, until_us, cut_us, since_us, used, strikes, floored_us } = self;
+        write!(f, "{at_us}:{level}:{rate}:{until_us}:{cut_us}:{since_us}:{used}:{strikes}:{floored_us}")
     }
 }

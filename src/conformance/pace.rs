@@ -67,12 +67,17 @@ impl RateModel {
         RateReply(pace::ask(&mut self.state, &self.settings, PaceAsk::Look, now_us))
     }
 
-    /// The peer has refused: with a time to wait, or with this fraction of the back-off, in millionths.
+    /// The peer has refused: with a time to wait, or with how far the back-off is from the least to the most, in millionths.
     pub fn refused(&mut self, hint_us: Option<u64>, random_ppm: u64, now_us: u64) -> RateReply {
         RateReply(pace::ask(&mut self.state, &self.settings, PaceAsk::Refused { hint_us, random_ppm }, now_us))
     }
 
-    /// What is stored: `at:level:rate:until:cut:since:used:strikes`.
+    /// The peer has nothing left for so long, and has refused nothing.
+    pub fn pause(&mut self, hint_us: u64, now_us: u64) -> RateReply {
+        RateReply(pace::ask(&mut self.state, &self.settings, PaceAsk::Pause { hint_us }, now_us))
+    }
+
+    /// What is stored: `at:level:rate:until:cut:since:used:strikes:floored`.
     #[must_use]
     pub fn state(&self) -> Option<String> {
         self.state.as_ref().map(Pace::to_string)
@@ -108,5 +113,11 @@ impl RateReply {
     #[must_use]
     pub fn rate(&self) -> u64 {
         self.0.rate
+    }
+
+    /// For how many microseconds the rate has been the lowest, if it is.
+    #[must_use]
+    pub fn floored_us(&self) -> Option<u64> {
+        self.0.floored_us
     }
 }

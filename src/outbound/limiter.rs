@@ -6,22 +6,22 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use tokio::time::{Instant, timeout};
+use tokio::time::Instant;
 
+use super::adaptive::Adaptive;
 use super::error::AcquireError;
-use super::queue::{Answer, Known, Queue, Waiter, random};
-use super::rates::{AdaptiveStore, Pacing, Rates};
+use super::event::{Event, RateState, Watcher};
+use super::queue::{Answer, Known, Queue, Waiter};
 use crate::charge::{Amount, Charge, LimitName};
 use crate::checks::Checks;
 use crate::decision::Source;
 use crate::error::{ConfigError, or_panic};
 use crate::failure::{OnStoreFailure, RETRY_AFTER};
 use crate::key::BucketKey;
-use crate::pace::{AdaptiveRate, PaceAsk, PaceReply, PaceSettings};
+use crate::pace::PaceAsk;
 use crate::quota::Quota;
 use crate::rejection::{Reason, Verdict};
 use crate::store::Store;
-use crate::store::memory::MemoryStore;
 
 /// How long an acquire waits, unless [`max_wait`](Limiter::max_wait) says otherwise.
 const MAX_WAIT_DEFAULT: Duration = Duration::from_secs(5);
@@ -53,26 +53,18 @@ const MAX_WAITERS_DEFAULT: usize = 100_000;
 /// # }
 /// ```
 pub struct Limiter<St> {
-    shared: Arc<Shared<St>>,
+    pub(super) shared: Arc<Shared<St>>,
 }
 
 pub(super) struct Shared<St> {
-    checks: Checks<St>,
-    limit: LimitName,
-    quota: Quota,
+    pub(super) checks: Checks<St>,
+    pub(super) limit: LimitName,
+    pub(super) quota: Quota,
     max_wait: Duration,
     max_waiters: usize,
     queues: Arc<Queues>,
-    adaptive: Option<Adaptive>,
-}
-
-/// How the rate adapts, and where that is kept.
-#[derive(Clone)]
-struct Adaptive {
-    settings: PaceSettings,
-    rates: Rates,
-    /// Where it is kept while the store fails.
-    local: MemoryStore,
+    pub(super) adaptive: Option<Adaptive>,
+    pub(super) watcher: Watcher,
 }
 
 #[derive(Default)]
@@ -107,38 +99,14 @@ impl<St: Store> Limiter<St> {
             max_waiters: MAX_WAITERS_DEFAULT,
             queues: Arc::default(),
             adaptive: None,
+            watcher: Watcher::default(),
         };
         Ok(Self { shared: Arc::new(shared) })
     }
 }
 
-impl<St: AdaptiveStore> Limiter<St> {
-    /// Adapts the rate of each key to what its peer says, for all senders that share the store. The bucket keeps the
-    /// capacity of the quota; the rate is [`AdaptiveRate`]'s in the place of the quota's.
-    ///
-    /// # Panics
-    ///
-    /// When the rate cannot adapt so; [`try_adaptive`](Self::try_adaptive) returns the error.
-    #[must_use]
-    #[track_caller]
-    pub fn adaptive(self, rate: AdaptiveRate) -> Self {
-        or_panic(self.try_adaptive(rate))
-    }
-
-    /// Adapts the rate, like [`adaptive`](Self::adaptive).
-    ///
-    /// # Errors
-    ///
-    /// [`ConfigError::AdaptiveRate`] for settings out of their ranges, and for a capacity above 2,251,799.
-    pub fn try_adaptive(self, rate: AdaptiveRate) -> Result<Self, ConfigError> {
-        let settings = PaceSettings::try_new(self.shared.quota.capacity(), rate)?;
-        let rates = self.shared.checks.store().rates();
-        Ok(self.set(|shared| shared.adaptive = Some(Adaptive { settings, rates, local: MemoryStore::new() })))
-    }
-}
-
 impl<St: Clone> Limiter<St> {
-    fn set(mut self, set: impl FnOnce(&mut Shared<St>)) -> Self {
+    pub(super) fn set(mut self, set: impl FnOnce(&mut Shared<St>)) -> Self {
         set(Arc::make_mut(&mut self.shared));
         self
     }
@@ -211,6 +179,42 @@ impl<St: Clone> Limiter<St> {
         }
         Ok(self.set(|shared| shared.checks.share = n))
     }
+
+    /// Calls `watch` with everything that [happens](Event), for metrics and alerts: at once, in the task in which it happens,
+    /// so it must not block. The last one set is called.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    /// use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+    /// use std::time::Duration;
+    /// use tower_token_bucket::outbound::{AdaptiveRate, Event, Limiter};
+    /// use tower_token_bucket::{BucketKey, MemoryStore, Quota};
+    ///
+    /// # #[tokio::main(flavor = "current_thread", start_paused = true)]
+    /// # async fn main() -> Result<(), tower_token_bucket::outbound::AcquireError> {
+    /// let waited_ms = Arc::new(AtomicU64::new(0));
+    /// let sum = Arc::clone(&waited_ms);
+    /// let limiter = Limiter::new(MemoryStore::new(), "webhooks", Quota::per_second(10).with_capacity(1))
+    ///     .adaptive(AdaptiveRate::below(10.0))
+    ///     .on_event(move |endpoint, event| match event {
+    ///         Event::Acquired { waited, .. } => drop(sum.fetch_add(waited.as_millis() as u64, Relaxed)),
+    ///         Event::Refused(state) if state.at_floor > Some(Duration::from_secs(300)) => {
+    ///             eprintln!("{endpoint} has refused all but {} requests a second for 5 minutes", state.rate);
+    ///         }
+    ///         _ => {}
+    ///     });
+    /// limiter.acquire(BucketKey::id("endpoint 7"), 1).await?;
+    /// limiter.acquire(BucketKey::id("endpoint 7"), 1).await?;
+    /// assert_eq!(waited_ms.load(Relaxed), 100);
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn on_event(self, watch: impl Fn(&BucketKey, &Event) + Send + Sync + 'static) -> Self {
+        self.set(|shared| shared.watcher = Watcher::new(watch))
+    }
 }
 
 impl<St: Store> Limiter<St> {
@@ -236,62 +240,39 @@ impl<St: Store> Limiter<St> {
         self.acquire_within(key, cost, self.shared.max_wait).await
     }
 
-    /// The rate of a key at the moment, in tokens per second: what it has adapted to, or the quota's.
-    ///
-    /// # Errors
-    ///
-    /// [`AcquireError::StoreFailed`], under [`OnStoreFailure::Deny`].
-    pub async fn rate(&self, key: BucketKey) -> Result<f64, AcquireError> {
-        match &self.shared.adaptive {
-            Some(adaptive) => {
-                let (reply, _) = self.shared.pace(adaptive, key, PaceAsk::Look).await?;
-                Ok(reply.rate as f64 / 1000.0)
-            }
-            None => {
-                let (tokens, per) = self.shared.quota.refill();
-                Ok(tokens as f64 / per.as_secs_f64())
-            }
-        }
-    }
-
-    /// The peer has refused: with a time to wait, or without. The bucket of the key is empty until that is over, and its
-    /// rate is lowered. [`ThrottleLayer`](super::ThrottleLayer) calls this itself. Without
-    /// [`adaptive`](Self::adaptive) nothing happens.
-    ///
-    /// A peer that gives no time is left alone for a random part of half a second, doubled each time up to a minute.
-    ///
-    /// # Errors
-    ///
-    /// [`AcquireError::StoreFailed`], under [`OnStoreFailure::Deny`].
-    pub async fn refused(&self, key: BucketKey, retry_after: Option<Duration>) -> Result<(), AcquireError> {
-        let Some(adaptive) = &self.shared.adaptive else { return Ok(()) };
-        let hint_us = retry_after.map(|wait| u64::try_from(wait.as_micros()).unwrap_or(u64::MAX));
-        let random_ppm = (random() * 1e6) as u64;
-        let (reply, _) = self.shared.pace(adaptive, key, PaceAsk::Refused { hint_us, random_ppm }).await?;
-        let queues = self.shared.queues.of.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(queue) = queues.get(&key) {
-            queue.heard(Known::of_pace(&reply, Instant::now()));
-        }
-        Ok(())
-    }
-
     async fn acquire_within(&self, key: BucketKey, cost: u64, max_wait: Duration) -> Result<Duration, AcquireError> {
-        let shared = &self.shared;
-        let capacity = shared.quota.capacity();
-        if cost > capacity {
-            return Err(AcquireError::TooDear { cost, capacity });
-        }
-        let began = Instant::now();
         if cost == 0 {
             return Ok(Duration::ZERO);
         }
-        let _waiting = Waiter::new(&shared.queues.waiting, shared.max_waiters)?;
-        shared.enter(key, cost, began, max_wait)?.await?;
-        Ok(began.elapsed())
+        let result = self.shared.wait(key, cost, max_wait).await;
+        self.shared.watcher.tell(&key, || match &result {
+            Ok(waited) => Event::Acquired { cost, waited: *waited },
+            Err(error) => Event::NotAcquired(error.clone()),
+        });
+        result
     }
 }
 
 impl<St: Store> Shared<St> {
+    async fn wait(self: &Arc<Self>, key: BucketKey, cost: u64, max_wait: Duration) -> Result<Duration, AcquireError> {
+        let capacity = self.quota.capacity();
+        if cost > capacity {
+            return Err(AcquireError::TooDear { cost, capacity });
+        }
+        let began = Instant::now();
+        let _waiting = Waiter::new(&self.queues.waiting, self.max_waiters)?;
+        self.enter(key, cost, began, max_wait)?.await?;
+        Ok(began.elapsed())
+    }
+
+    /// What the bucket of a key holds, heard without asking.
+    pub(super) fn heard(&self, key: BucketKey, known: Known) {
+        let queues = self.queues.of.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(queue) = queues.get(&key) {
+            queue.heard(known);
+        }
+    }
+
     /// Joins the queue of a key, and starts the task that serves it if there is none.
     fn enter(
         self: &Arc<Self>,
@@ -328,6 +309,7 @@ impl<St: Store> Shared<St> {
         if let Some(adaptive) = &self.adaptive {
             return match self.pace(adaptive, key, PaceAsk::Take(cost)).await {
                 Ok((reply, is_local)) => {
+                    self.watcher.tell(&key, || Event::Rate(RateState::of(&reply)));
                     Ok((reply.allowed.then(|| given(is_local)), Some(Known::of_pace(&reply, Instant::now()))))
                 }
                 Err(error) => Err(error.retry_after().unwrap_or_default()),
@@ -340,35 +322,6 @@ impl<St: Store> Shared<St> {
         }
         let given = decision.is_allowed().then(|| given(decision.source() == Source::Local));
         Ok((given, Known::of(&decision, Instant::now())))
-    }
-
-    /// Asks about a rate that adapts; where the store fails, by its policy. And whether this process was on its own.
-    async fn pace(&self, adaptive: &Adaptive, key: BucketKey, ask: PaceAsk) -> Result<(PaceReply, bool), AcquireError> {
-        let Adaptive { settings, rates, local } = adaptive;
-        let mut pacing = Pacing { limit: self.limit.clone(), key, settings: *settings, ask };
-        let Checks { deadline, on_store_failure, share, .. } = self.checks;
-        let retry_after = match timeout(deadline, rates.pace(pacing.clone(), deadline)).await {
-            Ok(Ok(reply)) => {
-                self.checks.failures.answered();
-                return Ok((reply, false));
-            }
-            Ok(Err(error)) => self.checks.failed(&*error),
-            Err(_) => self.checks.too_late(),
-        };
-        match on_store_failure {
-            OnStoreFailure::Local => {
-                pacing.settings = settings.share(share);
-                if let PaceAsk::Take(cost) = &mut pacing.ask {
-                    *cost = (*cost).min(pacing.settings.capacity);
-                }
-                Ok((local.pace_now(&pacing), true))
-            }
-            OnStoreFailure::Allow => {
-                let (level, rate) = (settings.full(), settings.ceiling);
-                Ok((PaceReply { allowed: true, level, ahead_us: 0, rate }, false))
-            }
-            OnStoreFailure::Deny => Err(AcquireError::StoreFailed { retry_after: retry_after.unwrap_or(RETRY_AFTER) }),
-        }
     }
 
     /// Gives tokens to those who wait for this key, until nobody does.
@@ -427,7 +380,7 @@ impl<St> Clone for Limiter<St> {
 
 impl<St: Clone> Clone for Shared<St> {
     fn clone(&self) -> Self {
-        let Self { checks, limit, quota, max_wait, max_waiters, queues, adaptive } = self;
+        let Self { checks, limit, quota, max_wait, max_waiters, queues, adaptive, watcher } = self;
         Self {
             checks: checks.clone(),
             limit: limit.clone(),
@@ -436,6 +389,7 @@ impl<St: Clone> Clone for Shared<St> {
             max_waiters: *max_waiters,
             queues: Arc::clone(queues),
             adaptive: adaptive.clone(),
+            watcher: watcher.clone(),
         }
     }
 }

@@ -29,16 +29,23 @@
 //! fraction of the published burst, half of it when others send too, since what is on its way may arrive together:
 //! `with_capacity(100)`. A capacity of 1 is a pacer: one at a time, evenly.
 
+mod adaptive;
 mod error;
+mod event;
+#[cfg(feature = "ratelimit-fields")]
+mod fields;
 mod limiter;
+mod peer;
+mod published;
 mod queue;
 mod rates;
-mod retry_after;
 mod throttle;
 
 pub use crate::pace::AdaptiveRate;
 pub use error::{AcquireError, ThrottleError};
+pub use event::{Event, RateState};
 pub use limiter::Limiter;
+pub use published::PublishedLimit;
 pub use rates::{AdaptiveStore, Rates};
 pub(crate) use rates::{Paced, Pacer, Pacing};
 pub use throttle::{Host, ResponseFuture, Throttle, ThrottleLayer};

@@ -16,7 +16,7 @@ use tower_service::Service;
 
 use super::error::{AcquireError, ThrottleError};
 use super::limiter::Limiter;
-use super::retry_after::refusal;
+use super::peer::{ReadRemaining, Said, said};
 use crate::cost::{Cost, CostTable};
 use crate::key::{BucketKey, KeyExtractor, NoKey};
 use crate::store::Store;
@@ -93,24 +93,46 @@ struct Shared<St> {
     limiter: Limiter<St>,
     key: Arc<dyn KeyExtractor>,
     cost: Arc<dyn Cost>,
+    /// What a peer says beside `Retry-After`, where it is asked for.
+    remaining: Option<ReadRemaining>,
 }
 
 impl<St: Store> ThrottleLayer<St> {
     /// Creates a layer that charges each request 1 token of its host.
     pub fn new(limiter: Limiter<St>) -> Self {
-        Self { shared: Arc::new(Shared { limiter, key: Arc::new(Host), cost: Arc::new(CostTable::new(1)) }) }
+        let (key, cost) = (Arc::new(Host), Arc::new(CostTable::new(1)));
+        Self { shared: Arc::new(Shared { limiter, key, cost, remaining: None }) }
+    }
+
+    fn set(self, set: impl FnOnce(&mut Shared<St>)) -> Self {
+        let Shared { limiter, key, cost, remaining } = &*self.shared;
+        let (limiter, key, cost) = (limiter.clone(), Arc::clone(key), Arc::clone(cost));
+        let mut shared = Shared { limiter, key, cost, remaining: *remaining };
+        set(&mut shared);
+        Self { shared: Arc::new(shared) }
     }
 
     /// Sets whose bucket a request is charged to.
     pub fn key_by(self, key: impl KeyExtractor) -> Self {
-        let Shared { limiter, cost, .. } = &*self.shared;
-        Self { shared: Arc::new(Shared { limiter: limiter.clone(), key: Arc::new(key), cost: Arc::clone(cost) }) }
+        self.set(|shared| shared.key = Arc::new(key))
     }
 
     /// Sets how many tokens a request takes.
     pub fn cost(self, cost: impl Cost) -> Self {
-        let Shared { limiter, key, .. } = &*self.shared;
-        Self { shared: Arc::new(Shared { limiter: limiter.clone(), key: Arc::clone(key), cost: Arc::new(cost) }) }
+        self.set(|shared| shared.cost = Arc::new(cost))
+    }
+
+    /// Reads what the peer says of its limits beside `Retry-After`: the `RateLimit` fields of the drafts 6 to 11, or
+    /// `X-RateLimit-Remaining` and `-Reset` (feature `ratelimit-fields`). Needs an [adaptive](Limiter::adaptive) limiter.
+    ///
+    /// A 429 without a `Retry-After` is left alone until the limit with the least left has more. Any other response that says
+    /// that nothing is left for more than a second [pauses](Limiter::pause) all senders to that key until there is. Of
+    /// several limits the one with the least counts. Fields that are malformed are ignored.
+    ///
+    /// Only for a peer whose limit is that of the key, and not one that it has for each path.
+    #[cfg(feature = "ratelimit-fields")]
+    pub fn read_ratelimit_fields(self) -> Self {
+        self.set(|shared| shared.remaining = Some(super::fields::remaining))
     }
 }
 
@@ -179,7 +201,8 @@ where
         let request = Some(Request::from_parts(parts, body));
         // What costs nothing has no rate.
         let key = key.ok().filter(|_| cost > 0);
-        ResponseFuture { limiter, key, state: State::Acquiring { acquire, call: Some((self.inner.clone(), request)) } }
+        let (remaining, call) = (self.shared.remaining, Some((self.inner.clone(), request)));
+        ResponseFuture { limiter, key, remaining, state: State::Acquiring { acquire, call } }
     }
 }
 
@@ -195,6 +218,7 @@ pin_project! {
     {
         limiter: Limiter<St>,
         key: Option<BucketKey>,
+        remaining: Option<ReadRemaining>,
         #[pin]
         state: State<S, S::Future, S::Response, B>,
     }
@@ -208,7 +232,7 @@ pin_project! {
         // The tokens are there, and the inner service may not be.
         Readying { inner: S, request: Option<Request<B>> },
         Calling { #[pin] response: F },
-        // The peer has refused, and the senders have to hear of it before anything else is sent.
+        // The senders have to hear what the peer says before anything else is sent.
         Reporting { report: Report, response: Option<R> },
         Done,
     }
@@ -247,11 +271,16 @@ where
                 // Calling => Reporting | Done
                 StateProject::Calling { response } => {
                     let result = ready!(response.poll(cx)).map_err(ThrottleError::Inner);
-                    let said = result.as_ref().ok().and_then(refusal);
+                    let said = result.as_ref().ok().and_then(|response| said(response, *this.remaining));
                     match (result, said, *this.key) {
-                        (Ok(response), Some(retry_after), Some(key)) => {
+                        (Ok(response), Some(said), Some(key)) => {
                             let limiter = this.limiter.clone();
-                            let report: Report = Box::pin(async move { limiter.refused(key, retry_after).await });
+                            let report: Report = Box::pin(async move {
+                                match said {
+                                    Said::Refused { retry_after } => limiter.refused(key, retry_after).await,
+                                    Said::Exhausted { wait } => limiter.pause(key, wait).await,
+                                }
+                            });
                             this.state.set(State::Reporting { report, response: Some(response) });
                             continue;
                         }

@@ -39,6 +39,7 @@ enum Ask {
     Take(u64),
     Look,
     Refused(Option<u64>, u64),
+    Pause(u64),
 }
 
 impl Scripted {
@@ -54,6 +55,7 @@ impl Scripted {
             Ask::Take(cost) => ("take", cost as i64, 0),
             Ask::Look => ("look", 0, 0),
             Ask::Refused(hint, random) => ("refused", hint.map_or(-1, |hint| hint as i64), random),
+            Ask::Pause(hint) => ("pause", hint as i64, 0),
         };
         let mut command = vec!["EVALSHA".to_owned(), self.sha.clone(), "1".to_owned(), key.to_owned(), kind.to_owned()];
         command.extend([amount.to_string(), random.to_string()]);
@@ -71,7 +73,8 @@ impl Scripted {
 }
 
 fn says(reply: RateReply) -> Vec<i64> {
-    vec![i64::from(reply.is_allowed()), reply.level(), reply.ahead_us() as i64, reply.rate() as i64]
+    let floored = reply.floored_us().map_or(-1, |us| us as i64);
+    vec![i64::from(reply.is_allowed()), reply.level(), reply.ahead_us() as i64, reply.rate() as i64, floored]
 }
 
 fn random_rate(random: &mut Random) -> AdaptiveRate {
@@ -85,7 +88,7 @@ fn random_rate(random: &mut Random) -> AdaptiveRate {
 #[test]
 fn the_script_says_and_stores_what_the_model_does() {
     let mut scripted = Scripted::start();
-    let (mut taken, mut refused, mut raised) = (0, 0, 0);
+    let (mut taken, mut refused, mut raised, mut floored) = (0, 0, 0, 0);
     for seed in 0..150 {
         let mut random = Random(seed);
         let key = format!("pace-{seed}");
@@ -110,6 +113,7 @@ fn the_script_says_and_stores_what_the_model_does() {
             let ask = match random.below(30) {
                 0 => Ask::Refused(None, random.below(1_000_000)),
                 1 => Ask::Refused(Some(random.magnitude(5_000_000_000)), 0),
+                2 if random.one_in(2) => Ask::Pause(random.magnitude(5_000_000_000)),
                 2 => Ask::Look,
                 // All that there is, so that at least half of the rate is used.
                 3..=14 => Ask::Take((look.level().max(0) as u64 / 1_000_000_000).max(1)),
@@ -121,6 +125,7 @@ fn the_script_says_and_stores_what_the_model_does() {
                 Ask::Take(cost) => model.take(cost, now_us),
                 Ask::Look => model.look(now_us),
                 Ask::Refused(hint, random) => model.refused(hint, random, now_us),
+                Ask::Pause(hint) => model.pause(hint, now_us),
             };
             let context =
                 format!("seed {seed}, step {step}, {ask:?} at {now_us} under {:?} on {before:?}", model.settings());
@@ -133,9 +138,11 @@ fn the_script_says_and_stores_what_the_model_does() {
             taken += usize::from(matches!(ask, Ask::Take(_)) && reply.is_allowed());
             refused += usize::from(matches!(ask, Ask::Refused(..)));
             raised += usize::from(reply.rate() > look.rate());
+            floored += usize::from(reply.floored_us().is_some_and(|us| us > 0));
         }
     }
-    assert!(taken > 5_000 && refused > 2_500 && raised > 500, "{taken} taken, {refused} refused, {raised} raised");
+    let counts = format!("{taken} taken, {refused} refused, {raised} raised, {floored} at the floor");
+    assert!(taken > 5_000 && refused > 2_500 && raised > 500 && floored > 500, "{counts}");
     assert_eq!(scripted.server.command(&["SET", "foreign", "x"]), Value::Status("OK".to_owned()));
 }
 
@@ -208,8 +215,27 @@ fn a_refusal_without_a_hint_backs_off_longer_each_time_up_to_a_minute() {
         waits.push(wait);
         now_us += wait;
     }
-    assert_eq!(waits[..8], [500_000, 1_000_000, 2_000_000, 4_000_000, 8_000_000, 16_000_000, 32_000_000, 60_000_000]);
-    assert!(waits[7..].iter().all(|wait| *wait == 60_000_000));
+    assert_eq!(waits[..7], [1_000_000, 2_000_000, 4_000_000, 8_000_000, 16_000_000, 32_000_000, 60_000_000]);
+    assert!(waits[6..].iter().all(|wait| *wait == 60_000_000));
+    let mut least = self::model(10, 10.0);
+    for _ in 0..10 {
+        assert_eq!(least.refused(None, 0, now_us).ahead_us(), 500_000, "at random, from half a second");
+        now_us += 500_000;
+    }
+}
+
+#[test]
+fn a_peer_that_has_answered_others_since_its_last_refusal_starts_again() {
+    let mut model = RateModel::try_new(10, AdaptiveRate { floor: 50.0, ..AdaptiveRate::below(100.0) }).unwrap();
+    let mut now_us = START_US;
+    for _ in 0..5 {
+        assert_eq!(model.refused(None, 1_000_000, now_us).ahead_us(), 1_000_000);
+        now_us += 1_000_000;
+        for _ in 0..3 {
+            now_us += 200_000;
+            assert!(model.take(1, now_us).is_allowed());
+        }
+    }
 }
 
 #[test]
@@ -217,9 +243,9 @@ fn refusals_of_what_was_sent_before_the_first_are_one_strike() {
     let mut model = model(100, 100.0);
     for i in 0..20 {
         let wait = model.refused(None, 1_000_000, START_US + i * 10_000).ahead_us();
-        assert_eq!(wait, 500_000 - i * 10_000, "half a second from the first");
+        assert_eq!(wait, 1_000_000 - i * 10_000, "a second from the first");
     }
-    assert_eq!(model.refused(None, 1_000_000, START_US + 500_000).ahead_us(), 1_000_000);
+    assert_eq!(model.refused(None, 1_000_000, START_US + 1_000_000).ahead_us(), 2_000_000);
 }
 
 #[test]
@@ -240,7 +266,7 @@ fn a_peer_that_refuses_all_is_left_alone_for_longer_also_at_a_rate_below_one() {
         now_us += 10_000;
     }
     now_us += 2_000_000;
-    assert_eq!(model.refused(None, 1_000_000, now_us).ahead_us(), 500_000);
+    assert_eq!(model.refused(None, 1_000_000, now_us).ahead_us(), 1_000_000);
 }
 
 #[test]
@@ -262,4 +288,35 @@ fn settings_that_cannot_be_are_refused_with_what_is_allowed() {
     }
     // 2.01 * 1000 is not 2009.
     assert_eq!(RateModel::try_new(1, AdaptiveRate::below(2.01)).unwrap().settings()[1], 2010);
+}
+
+#[test]
+fn a_pause_empties_the_bucket_until_it_is_over_and_keeps_the_rate() {
+    let mut model = model(10, 10.0);
+    assert!(model.take(1, START_US).is_allowed());
+    let reply = model.pause(2_000_000, START_US);
+    assert_eq!((reply.level(), reply.ahead_us(), reply.rate()), (0, 2_000_000, 10_000));
+    assert_eq!(model.pause(1_000_000, START_US).ahead_us(), 2_000_000, "a shorter one changes nothing");
+    assert!(!model.take(1, START_US + 2_099_999).is_allowed());
+    assert!(model.take(1, START_US + 2_100_000).is_allowed());
+    assert_eq!(model.pause(u64::MAX, START_US + 2_100_000).ahead_us(), 3_600_000_000, "an hour at most");
+}
+
+#[test]
+fn the_time_at_the_floor_begins_with_the_last_cut_and_ends_with_the_first_growth() {
+    let mut model = model(10, 64.0);
+    assert_eq!(model.look(START_US).floored_us(), None);
+    for i in 0..7 {
+        assert_eq!(model.refused(Some(0), 0, START_US + i * 1_000_000).rate() == 640, i == 6);
+    }
+    let floored_us = START_US + 6_000_000;
+    assert_eq!(model.look(floored_us).floored_us(), Some(0));
+    model.refused(Some(0), 0, floored_us + 5_000_000);
+    assert_eq!(model.look(floored_us + 9_000_000).floored_us(), Some(9_000_000), "a further cut changes nothing");
+    assert!(model.take(1, floored_us + 9_000_000).is_allowed());
+    let reply = model.look(floored_us + 10_000_000);
+    assert!(reply.rate() > 640 && reply.floored_us().is_none(), "{reply:?}");
+    let one = AdaptiveRate { floor: 10.0, ..AdaptiveRate::below(10.0) };
+    let mut fixed = RateModel::try_new(1, one).unwrap();
+    assert_eq!(fixed.refused(Some(0), 0, START_US).floored_us(), None, "a rate that cannot change has no floor");
 }

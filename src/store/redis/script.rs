@@ -104,6 +104,7 @@ impl Script {
             PaceAsk::Look => ("look", 0, 0),
             PaceAsk::Refused { hint_us: Some(hint), .. } => ("refused", i64::try_from(*hint).unwrap_or(i64::MAX), 0),
             PaceAsk::Refused { hint_us: None, random_ppm } => ("refused", -1, *random_ppm),
+            PaceAsk::Pause { hint_us } => ("pause", i64::try_from(*hint_us).unwrap_or(i64::MAX), 0),
         };
         let mut cmd = Cmd::new();
         cmd.arg(verb).arg(script).arg(1).arg(text).arg(kind).arg(amount).arg(random);
@@ -172,12 +173,15 @@ impl Call for PaceCall {
 
     fn read(&self, answer: &Value) -> Option<PaceReply> {
         let Value::Array(values) = answer else { return None };
-        let [Value::Int(allowed), Value::Int(level), Value::Int(ahead), Value::Int(rate)] = values[..] else {
+        let [Value::Int(allowed), Value::Int(level), Value::Int(ahead), Value::Int(rate), Value::Int(floored)] =
+            values[..]
+        else {
             return None;
         };
         let settings = &self.pacing.settings;
         let rate = u64::try_from(rate).ok().filter(|rate| (settings.floor..=settings.ceiling).contains(rate))?;
-        Some(PaceReply { allowed: allowed == 1, level, ahead_us: u64::try_from(ahead).ok()?, rate })
+        let (ahead_us, floored_us) = (u64::try_from(ahead).ok()?, u64::try_from(floored).ok());
+        Some(PaceReply { allowed: allowed == 1, level, ahead_us, rate, floored_us })
     }
 }
 

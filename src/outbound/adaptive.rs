@@ -1,0 +1,159 @@
+//! A rate that adapts to what a peer says, in a limiter.
+
+use std::time::Duration;
+
+use tokio::time::{Instant, timeout};
+
+use super::error::AcquireError;
+use super::event::{Event, RateState};
+use super::limiter::{Limiter, Shared};
+use super::queue::{Known, random};
+use super::rates::{AdaptiveStore, Pacing, Rates};
+use crate::checks::Checks;
+use crate::error::{ConfigError, or_panic};
+use crate::failure::{OnStoreFailure, RETRY_AFTER};
+use crate::key::BucketKey;
+use crate::pace::{AdaptiveRate, PaceAsk, PaceReply, PaceSettings};
+use crate::store::Store;
+use crate::store::memory::MemoryStore;
+
+/// How the rate adapts, and where that is kept.
+#[derive(Clone)]
+pub(super) struct Adaptive {
+    settings: PaceSettings,
+    rates: Rates,
+    /// Where it is kept while the store fails.
+    local: MemoryStore,
+}
+
+impl<St: AdaptiveStore> Limiter<St> {
+    /// Adapts the rate of each key to what its peer says, for all senders that share the store. The bucket keeps the
+    /// capacity of the quota; the rate is [`AdaptiveRate`]'s in the place of the quota's.
+    ///
+    /// # Panics
+    ///
+    /// When the rate cannot adapt so; [`try_adaptive`](Self::try_adaptive) returns the error.
+    #[must_use]
+    #[track_caller]
+    pub fn adaptive(self, rate: AdaptiveRate) -> Self {
+        or_panic(self.try_adaptive(rate))
+    }
+
+    /// Adapts the rate, like [`adaptive`](Self::adaptive).
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::AdaptiveRate`] for settings out of their ranges, and for a capacity above 2,251,799.
+    pub fn try_adaptive(self, rate: AdaptiveRate) -> Result<Self, ConfigError> {
+        let settings = PaceSettings::try_new(self.shared.quota.capacity(), rate)?;
+        let rates = self.shared.checks.store().rates();
+        Ok(self.set(|shared| shared.adaptive = Some(Adaptive { settings, rates, local: MemoryStore::new() })))
+    }
+}
+
+impl<St: Store> Limiter<St> {
+    /// The rate of a key at the moment, in tokens per second: what it has adapted to, or the quota's.
+    ///
+    /// # Errors
+    ///
+    /// [`AcquireError::StoreFailed`], under [`OnStoreFailure::Deny`].
+    pub async fn rate(&self, key: BucketKey) -> Result<f64, AcquireError> {
+        self.rate_state(key).await.map(|state| state.rate)
+    }
+
+    /// The rate of a key at the moment, its cooldown, and the time at the floor.
+    ///
+    /// # Errors
+    ///
+    /// [`AcquireError::StoreFailed`], under [`OnStoreFailure::Deny`].
+    pub async fn rate_state(&self, key: BucketKey) -> Result<RateState, AcquireError> {
+        match &self.shared.adaptive {
+            Some(adaptive) => {
+                let (reply, _) = self.shared.pace(adaptive, key, PaceAsk::Look).await?;
+                Ok(RateState::of(&reply))
+            }
+            None => {
+                let (tokens, per) = self.shared.quota.refill();
+                Ok(RateState { rate: tokens as f64 / per.as_secs_f64(), cooldown: Duration::ZERO, at_floor: None })
+            }
+        }
+    }
+
+    /// The peer has refused: with a time to wait, or without. The bucket of the key is empty until that is over, and its
+    /// rate is lowered. [`ThrottleLayer`](super::ThrottleLayer) calls this itself. Without
+    /// [`adaptive`](Self::adaptive) nothing happens.
+    ///
+    /// More than an hour counts as an hour. A peer that gives no time is left alone for half a second to a second at random,
+    /// which at most doubles each time that it answers nothing in between, up to a minute.
+    ///
+    /// # Errors
+    ///
+    /// [`AcquireError::StoreFailed`], under [`OnStoreFailure::Deny`].
+    pub async fn refused(&self, key: BucketKey, retry_after: Option<Duration>) -> Result<(), AcquireError> {
+        let ask = PaceAsk::Refused { hint_us: retry_after.map(micros), random_ppm: (random() * 1e6) as u64 };
+        self.cool_down(key, ask, Event::Refused).await
+    }
+
+    /// The peer has nothing left for so long, at most an hour, and has refused nothing: the bucket of the key is empty until
+    /// that is over, and its rate stays. Without [`adaptive`](Self::adaptive) nothing happens.
+    ///
+    /// # Errors
+    ///
+    /// [`AcquireError::StoreFailed`], under [`OnStoreFailure::Deny`].
+    pub async fn pause(&self, key: BucketKey, wait: Duration) -> Result<(), AcquireError> {
+        self.cool_down(key, PaceAsk::Pause { hint_us: micros(wait) }, Event::Paused).await
+    }
+
+    async fn cool_down(
+        &self,
+        key: BucketKey,
+        ask: PaceAsk,
+        event: impl FnOnce(RateState) -> Event,
+    ) -> Result<(), AcquireError> {
+        let Some(adaptive) = &self.shared.adaptive else { return Ok(()) };
+        let (reply, _) = self.shared.pace(adaptive, key, ask).await?;
+        self.shared.heard(key, Known::of_pace(&reply, Instant::now()));
+        self.shared.watcher.tell(&key, || event(RateState::of(&reply)));
+        Ok(())
+    }
+}
+
+impl<St: Store> Shared<St> {
+    /// Asks about a rate that adapts; where the store fails, by its policy. And whether this process was on its own.
+    pub(super) async fn pace(
+        &self,
+        adaptive: &Adaptive,
+        key: BucketKey,
+        ask: PaceAsk,
+    ) -> Result<(PaceReply, bool), AcquireError> {
+        let Adaptive { settings, rates, local } = adaptive;
+        let mut pacing = Pacing { limit: self.limit.clone(), key, settings: *settings, ask };
+        let Checks { deadline, on_store_failure, share, .. } = self.checks;
+        let retry_after = match timeout(deadline, rates.pace(pacing.clone(), deadline)).await {
+            Ok(Ok(reply)) => {
+                self.checks.failures.answered();
+                return Ok((reply, false));
+            }
+            Ok(Err(error)) => self.checks.failed(&*error),
+            Err(_) => self.checks.too_late(),
+        };
+        match on_store_failure {
+            OnStoreFailure::Local => {
+                pacing.settings = settings.share(share);
+                if let PaceAsk::Take(cost) = &mut pacing.ask {
+                    *cost = (*cost).min(pacing.settings.capacity);
+                }
+                Ok((local.pace_now(&pacing), true))
+            }
+            OnStoreFailure::Allow => {
+                let (level, rate) = (settings.full(), settings.ceiling);
+                Ok((PaceReply { allowed: true, level, ahead_us: 0, rate, floored_us: None }, false))
+            }
+            OnStoreFailure::Deny => Err(AcquireError::StoreFailed { retry_after: retry_after.unwrap_or(RETRY_AFTER) }),
+        }
+    }
+}
+
+fn micros(wait: Duration) -> u64 {
+    u64::try_from(wait.as_micros()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,75 @@
+//! What a limiter tells those who watch it.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::error::AcquireError;
+use crate::key::BucketKey;
+use crate::pace::PaceReply;
+
+/// The rate of a key, as all senders share it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct RateState {
+    /// In tokens per second.
+    pub rate: f64,
+    /// Nothing is sent for so long: the peer has said so. Zero where nothing is in the way.
+    pub cooldown: Duration,
+    /// For how long the rate has been the lowest that [`AdaptiveRate::floor`](super::AdaptiveRate::floor) allows: a peer
+    /// that refuses for minutes what is agreed. `None` where it is higher.
+    pub at_floor: Option<Duration>,
+}
+
+impl RateState {
+    pub(super) fn of(reply: &PaceReply) -> Self {
+        Self {
+            rate: reply.rate as f64 / 1000.0,
+            cooldown: Duration::from_micros(reply.ahead_us),
+            at_floor: reply.floored_us.map(Duration::from_micros),
+        }
+    }
+}
+
+/// What has happened, for [`Limiter::on_event`](super::Limiter::on_event).
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Event {
+    /// Tokens were given.
+    Acquired {
+        /// How many.
+        cost: u64,
+        /// How long that took.
+        waited: Duration,
+    },
+    /// There were no tokens: nothing was taken.
+    NotAcquired(AcquireError),
+    /// The store was asked for tokens at a rate that adapts, and told the rate.
+    Rate(RateState),
+    /// The peer has refused: a cooldown begins, or goes on.
+    Refused(RateState),
+    /// The peer has said that it has nothing left for a while.
+    Paused(RateState),
+}
+
+/// Calls whoever watches, if anybody does.
+#[derive(Clone, Default)]
+pub(super) struct Watcher(Option<Arc<dyn Fn(&BucketKey, &Event) + Send + Sync>>);
+
+impl Watcher {
+    pub(super) fn new(watch: impl Fn(&BucketKey, &Event) + Send + Sync + 'static) -> Self {
+        Self(Some(Arc::new(watch)))
+    }
+
+    pub(super) fn tell(&self, key: &BucketKey, event: impl FnOnce() -> Event) {
+        if let Some(watch) = &self.0 {
+            watch(key, &event());
+        }
+    }
+}
+
+impl fmt::Debug for Watcher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0.is_some() { "Watcher" } else { "nobody" })
+    }
+}
