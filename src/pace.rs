@@ -14,6 +14,9 @@ const WHOLE: u64 = 1_000_000;
 const RATE_MAX: u64 = 1_000_000_000;
 /// A rate is cut at most once, and raised at most once, in this time.
 const INTERVAL_US: u64 = 1_000_000;
+/// Where a clock that does not count from 1970 has to begin: 0 stands for never, and a rate that has never been cut is cut
+/// by the first refusal.
+pub(crate) const BEGIN_US: u64 = INTERVAL_US;
 /// No cooldown is longer.
 const COOLDOWN_MAX_US: u64 = 3_600_000_000;
 /// A cooldown of a peer that gives no hint is a random time from the least to a second, which each further one doubles, up

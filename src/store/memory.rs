@@ -184,7 +184,7 @@ impl MemoryStore {
     /// Answers one question about a rate that adapts.
     pub(crate) fn pace_now(&self, pacing: &Pacing) -> PaceReply {
         let Pacing { limit, key, settings, ask } = pacing;
-        let now_us = self.shared.now_us();
+        let now_us = self.shared.now_us() + pace::BEGIN_US;
         let mut paces = self.shared.paces.lock().unwrap_or_else(PoisonError::into_inner);
         let name = (limit.hash_128(), *key);
         let mut state = paces.of.get(&name).filter(|kept| now_us < kept.until_us).map(|kept| kept.pace);

@@ -63,6 +63,7 @@ mod losses;
 mod memory;
 mod outbound;
 mod pace;
+mod peer;
 mod plumbing;
 mod redis_script;
 mod redis_store;
