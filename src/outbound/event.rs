@@ -54,7 +54,9 @@ pub enum Event {
 
 /// Calls whoever watches, if anybody does.
 #[derive(Clone, Default)]
-pub(super) struct Watcher(Option<Arc<dyn Fn(&BucketKey, &Event) + Send + Sync>>);
+pub(super) struct Watcher(Option<Arc<Watch>>);
+
+type Watch = dyn Fn(&BucketKey, &Event) + Send + Sync;
 
 impl Watcher {
     pub(super) fn new(watch: impl Fn(&BucketKey, &Event) + Send + Sync + 'static) -> Self {

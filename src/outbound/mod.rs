@@ -22,12 +22,66 @@
 //!
 //! With [`Limiter::adaptive`] all senders share what the peer says: a 429, or a 503 with `Retry-After`, empties the bucket
 //! until the time that it names is over, and lowers the rate; seconds without one raise it again. See [`AdaptiveRate`].
+//! [`Limiter::on_event`] tells of it.
 //!
 //! # Which quota
 //!
-//! A peer that publishes "100 requests per second, bursts to 200" is `Quota::per_second(100).with_capacity(200)`. Take a
-//! fraction of the published burst, half of it when others send too, since what is on its way may arrive together:
-//! `with_capacity(100)`. A capacity of 1 is a pacer: one at a time, evenly.
+//! [`PublishedLimit`] turns "100 requests per second, bursts to 200" into a [`Quota`](crate::Quota), and half of that burst
+//! where others send too.
+//!
+//! # With retries and timeouts
+//!
+//! From the outside in: what limits how many are under way, retries, this layer, the timeout of one attempt. So each attempt
+//! waits for its own token, and the wait is not counted in the timeout. A retry policy passes
+//! [`ThrottleError::Acquire`] on: nothing was sent, and the queue that the request came from is the place to wait.
+//!
+//! ```
+//! use std::future::{Ready, ready};
+//! use std::time::Duration;
+//!
+//! use http::{Request, Response};
+//! use tower::retry::Policy;
+//! use tower::{BoxError, ServiceBuilder, service_fn};
+//! use tower_token_bucket::outbound::{Limiter, ThrottleError, ThrottleLayer};
+//! use tower_token_bucket::{MemoryStore, Quota};
+//!
+//! #[derive(Clone)]
+//! struct Attempts(u32);
+//!
+//! impl Policy<Request<String>, Response<String>, ThrottleError<BoxError>> for Attempts {
+//!     type Future = Ready<()>;
+//!
+//!     fn retry(
+//!         &mut self,
+//!         _: &mut Request<String>,
+//!         result: &mut Result<Response<String>, ThrottleError<BoxError>>,
+//!     ) -> Option<Self::Future> {
+//!         let again = match result {
+//!             Ok(response) => response.status().is_server_error() || response.status() == 429,
+//!             Err(ThrottleError::Inner(_)) => true,
+//!             Err(ThrottleError::Acquire(_)) => false,
+//!         };
+//!         self.0 = self.0.checked_sub(1)?;
+//!         again.then(|| ready(()))
+//!     }
+//!
+//!     fn clone_request(&mut self, request: &Request<String>) -> Option<Request<String>> {
+//!         Some(request.clone())
+//!     }
+//! }
+//!
+//! let limiter = Limiter::new(MemoryStore::new(), "webhooks", Quota::per_second(50));
+//! let client = ServiceBuilder::new()
+//!     .concurrency_limit(64)
+//!     .retry(Attempts(3))
+//!     .layer(ThrottleLayer::new(limiter))
+//!     .timeout(Duration::from_secs(10))
+//!     .service(service_fn(|_: Request<String>| async { Ok::<_, std::io::Error>(Response::new(String::new())) }));
+//! # async fn send(mut client: impl tower::Service<Request<String>, Error = ThrottleError<BoxError>>) {
+//! #     let _ = client.call(Request::new(String::new())).await;
+//! # }
+//! # drop(send(client));
+//! ```
 
 mod adaptive;
 mod error;
