@@ -68,6 +68,7 @@ mod plumbing;
 mod redis_script;
 mod redis_store;
 mod reload;
+mod senders;
 mod servers;
 mod settle;
 #[cfg(feature = "rustls")]
