@@ -53,6 +53,7 @@ mod topology;
 mod arithmetic;
 #[cfg(target_os = "linux")]
 mod clock;
+mod denials;
 mod dropped;
 mod faults;
 mod fields;
