@@ -166,6 +166,12 @@ async fn a_tenth_of_the_assumed_rate_is_found_where_the_peer_says_how_long_to_wa
     assert_found(true, 1).await;
 }
 
+/// The back-off is random, so the worst of several runs counts.
+#[tokio::test(start_paused = true)]
+async fn a_tenth_of_the_assumed_rate_is_found_where_the_peer_does_not_say_how_long_to_wait() {
+    assert_found(false, 5).await;
+}
+
 // The rate that a peer's refusals lead to, through the whole layer.
 
 /// The bucket of [`post`].
