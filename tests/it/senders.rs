@@ -248,6 +248,13 @@ async fn a_refusal_stops_all_workers_for_its_time_and_the_rate_grows_from_its_ha
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_refusal_in_the_first_second_of_a_store_halves_the_rate_too() {
+    let limiter = adaptive(5);
+    limiter.refused(peer_key(), Some(ms(1000))).await.unwrap();
+    assert_eq!(limiter.rate(peer_key()).await.unwrap(), 50.0);
+}
+
+#[tokio::test(start_paused = true)]
 async fn after_twenty_refusals_the_rate_is_the_floor_and_the_sender_goes_on() {
     let limiter = adaptive(5);
     sleep(ms(1000)).await;
