@@ -16,7 +16,7 @@ use super::breaker::Ticket;
 use super::connection::Generation;
 use super::error::{RedisError, RedisErrorKind};
 use super::node::{Boxed, Node, Place};
-use super::script::{self, Script};
+use super::script::{self, By, Part, Script};
 use crate::charge::Charges;
 use crate::decision::Decision;
 
@@ -29,14 +29,11 @@ const SILENCE: Duration = Duration::from_secs(5);
 pub(super) trait Call: Clone + Unpin + Send + Sync + 'static {
     type Answer: Unpin + Send + 'static;
 
-    /// The call by the script's hash.
-    fn evalsha(&self) -> Cmd;
+    /// What is sent.
+    fn command(&self, by: By) -> Cmd;
 
-    /// The same call with the script itself.
-    fn eval(&self) -> Cmd;
-
-    /// What the answer means: `None` for any that the script does not give.
-    fn read(&self, answer: &Value) -> Option<Self::Answer>;
+    /// What the answer means.
+    fn read(&self, answer: &Value) -> Result<Self::Answer, RedisError>;
 
     /// The answer, where there is no question.
     fn unasked(&self) -> Option<Self::Answer> {
@@ -54,16 +51,12 @@ pub(super) struct Acquire {
 impl Call for Acquire {
     type Answer = Decision;
 
-    fn evalsha(&self) -> Cmd {
-        self.script.evalsha(&self.charges)
+    fn command(&self, by: By) -> Cmd {
+        self.script.call(by, &self.charges)
     }
 
-    fn eval(&self) -> Cmd {
-        self.script.eval(&self.charges)
-    }
-
-    fn read(&self, answer: &Value) -> Option<Decision> {
-        script::decision(&self.charges, answer)
+    fn read(&self, answer: &Value) -> Result<Decision, RedisError> {
+        script::decision(&self.charges, answer, Part { place: 0, total: self.charges.len() })
     }
 
     fn unasked(&self) -> Option<Decision> {
@@ -79,7 +72,8 @@ struct Question<C> {
 }
 
 impl<C: Call> Question<C> {
-    async fn send(&self, cmd: Cmd, place: &mut Place) -> RedisResult<Value> {
+    async fn send(&self, by: By, place: &mut Place) -> RedisResult<Value> {
+        let cmd = self.call.command(by);
         if self.moving { place.wire.ask_for_a_moving_key(cmd).await } else { place.wire.ask(cmd).await }
     }
 }
@@ -102,9 +96,7 @@ struct GivenUp {
 
 impl Node {
     fn answered<C: Call>(&self, question: &Question<C>, place: &Place, answer: RedisResult<Value>) -> Asked<C> {
-        let result = answer
-            .map_err(RedisError::sent)
-            .and_then(|answer| question.call.read(&answer).ok_or(RedisError::new(RedisErrorKind::Reply)));
+        let result = answer.map_err(RedisError::sent).and_then(|answer| question.call.read(&answer));
         if let Err(error) = &result
             && error.ends_the_connection()
         {
@@ -259,19 +251,16 @@ impl<C: Call> Check<C> {
     }
 }
 
-/// Asks, by the script's hash.
-async fn ask<C: Call>(node: Arc<Node>, question: Question<C>, mut place: Place) -> Asked<C> {
-    let answer = question.send(question.call.evalsha(), &mut place).await;
+async fn ask<C: Call>(node: Arc<Node>, by: By, question: Question<C>, mut place: Place) -> Asked<C> {
+    let answer = question.send(by, &mut place).await;
     match answer {
-        Err(error) if error.kind() == ErrorKind::Server(ServerErrorKind::NoScript) => Asked::NoScript(question, place),
+        Err(error) if by == By::Hash && is_no_script(&error) => Asked::NoScript(question, place),
         answer => node.answered(&question, &place, answer),
     }
 }
 
-/// Asks with the script itself.
-async fn ask_with_the_script<C: Call>(node: Arc<Node>, question: Question<C>, mut place: Place) -> Asked<C> {
-    let answer = question.send(question.call.eval(), &mut place).await;
-    node.answered(&question, &place, answer)
+fn is_no_script(error: &redis::RedisError) -> bool {
+    error.kind() == ErrorKind::Server(ServerErrorKind::NoScript)
 }
 
 impl<C: Call> Future for Check<C> {
@@ -292,9 +281,7 @@ impl<C: Call> Future for Check<C> {
                             this.ticket = Some(ticket);
                             this.answers = this.node.answers.load(Ordering::Relaxed);
                             this.stage = match this.node.enter_now() {
-                                Some(place) => {
-                                    Stage::asking(&this.node, place, |node, place| ask(node, question, place))
-                                }
+                                Some(place) => Stage::asking(&this.node, By::Hash, question, place),
                                 None => Stage::Entering(question, Box::pin(Arc::clone(&this.node).enter())),
                             };
                         }
@@ -311,7 +298,7 @@ impl<C: Call> Future for Check<C> {
                             this.ticket = None;
                             break Err(RedisError::breaker_open(retry_after));
                         }
-                        this.stage = Stage::asking(&this.node, place, |node, place| ask(node, question, place));
+                        this.stage = Stage::asking(&this.node, By::Hash, question, place);
                     }
                     Poll::Ready(Err(error)) => break Err(error),
                     Poll::Pending => {
@@ -326,8 +313,7 @@ impl<C: Call> Future for Check<C> {
                         break result;
                     }
                     Poll::Ready(Asked::NoScript(question, place)) => {
-                        this.stage =
-                            Stage::asking(&this.node, place, |node, place| ask_with_the_script(node, question, place));
+                        this.stage = Stage::asking(&this.node, By::Source, question, place);
                     }
                     Poll::Pending => {
                         this.stage = Stage::Asking(asking, generation);
@@ -350,12 +336,9 @@ impl<C: Call> Future for Check<C> {
 }
 
 impl<C: Call> Stage<C> {
-    fn asking<F>(node: &Arc<Node>, place: Place, ask: impl FnOnce(Arc<Node>, Place) -> F) -> Self
-    where
-        F: Future<Output = Asked<C>> + Send + 'static,
-    {
+    fn asking(node: &Arc<Node>, by: By, question: Question<C>, place: Place) -> Self {
         let generation = place.wire.generation();
-        Self::Asking(Box::pin(ask(Arc::clone(node), place)), generation)
+        Self::Asking(Box::pin(ask(Arc::clone(node), by, question, place)), generation)
     }
 }
 

@@ -62,6 +62,14 @@ impl<C: ConnectionLike + Clone + Send + Sync + 'static> Given for C {
     }
 }
 
+/// A server's error comes as a value. Those within an answer are a matter of whoever reads it.
+fn server_error(answer: Value) -> RedisResult<Value> {
+    match answer {
+        Value::ServerError(error) => Err(error.into()),
+        answer => Ok(answer),
+    }
+}
+
 impl Wire {
     /// Sends a command and waits for its answer.
     pub(super) async fn ask(&mut self, cmd: Cmd) -> RedisResult<Value> {
@@ -69,8 +77,7 @@ impl Wire {
             Self::Own(open) => open.inner.send_packed_command(&cmd).await,
             Self::Given(connection) => connection.ask(&cmd).await,
         };
-        // A server's error comes as a value.
-        answer.and_then(Value::extract_error)
+        answer.and_then(server_error)
     }
 
     /// The same for a key that is on its way to this server.
@@ -81,7 +88,7 @@ impl Wire {
         pipeline.add_command(Cmd::new().arg("ASKING").take()).add_command(cmd);
         let mut answers = open.inner.send_packed_commands(&pipeline, 1, 1).await?;
         let wrong = || (ErrorKind::UnexpectedReturnType, "one answer to one command").into();
-        answers.pop().ok_or_else(wrong).and_then(Value::extract_error)
+        answers.pop().ok_or_else(wrong).and_then(server_error)
     }
 
     pub(super) fn generation(&self) -> Option<Generation> {

@@ -7,6 +7,7 @@ use redis::{Cmd, Value};
 use smallvec::SmallVec;
 
 use super::check::Call;
+use super::error::{RedisError, RedisErrorKind};
 use crate::bucket;
 use crate::charge::{Amount, Charge};
 use crate::decision::{Decision, Reply};
@@ -18,6 +19,14 @@ use crate::quota::Quota;
 
 const SOURCE: &str = include_str!("../../../lua/token_bucket.lua");
 const PACE: &str = include_str!("../../../lua/pace.lua");
+
+/// How a script is called.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum By {
+    Hash,
+    /// With the script itself.
+    Source,
+}
 
 /// The scripts, and how buckets are named.
 #[derive(Clone)]
@@ -46,24 +55,11 @@ impl Script {
         Self { secret: Some(SecretKey::new(secret)), ..self.clone() }
     }
 
-    /// The call by the script's hash.
-    pub(super) fn evalsha(&self, charges: &[Charge]) -> Cmd {
+    /// The call for one request: by the script's hash, or with the script itself. KEYS and ARGV are as the header of the
+    /// script says.
+    pub(super) fn call(&self, by: By, charges: &[Charge]) -> Cmd {
         let mut cmd = Cmd::new();
-        cmd.arg("EVALSHA").arg(&self.hash);
-        self.arguments(&mut cmd, charges);
-        cmd
-    }
-
-    /// The same call with the script itself.
-    pub(super) fn eval(&self, charges: &[Charge]) -> Cmd {
-        let mut cmd = Cmd::new();
-        cmd.arg("EVAL").arg(SOURCE);
-        self.arguments(&mut cmd, charges);
-        cmd
-    }
-
-    /// KEYS and ARGV, as the header of the script says.
-    fn arguments(&self, cmd: &mut Cmd, charges: &[Charge]) {
+        self.write_verb(&mut cmd, by);
         cmd.arg(charges.len());
         let mut text = String::with_capacity(128);
         for charge in charges {
@@ -75,22 +71,15 @@ impl Script {
             // One request of that many charges.
             cmd.arg(1).arg(charges.len());
         }
-        for charge in charges {
-            let quota = charge.quota();
-            let (kind, tokens) = match charge.amount() {
-                Amount::Take(_) if charge.is_too_dear() => ("refuse", 0),
-                Amount::Take(tokens) => ("take", tokens),
-                Amount::Spend(tokens) => ("spend", tokens),
-                Amount::Give(tokens) => ("give", tokens),
-                Amount::Peek => ("peek", 0),
-            };
-            text.clear();
-            let _ = write!(text, "{}{kind}", if charge.is_shadow() { "shadow " } else { "" });
-            cmd.arg(&text).arg(bucket::units(tokens, &quota));
-            text.clear();
-            let _ = write!(text, ":{}:{}:{}:", quota.capacity(), quota.tokens(), quota.per_us());
-            cmd.arg(&text).arg(quota.full()).arg(quota.tokens());
-        }
+        write_charges(&mut cmd, &mut text, charges);
+        cmd
+    }
+
+    fn write_verb(&self, cmd: &mut Cmd, by: By) {
+        match by {
+            By::Hash => cmd.arg("EVALSHA").arg(&self.hash),
+            By::Source => cmd.arg("EVAL").arg(SOURCE),
+        };
     }
 
     /// A call of `lua/pace.lua`, by its hash or with the script itself.
@@ -162,56 +151,87 @@ impl PaceCall {
 impl Call for PaceCall {
     type Answer = PaceReply;
 
-    fn evalsha(&self) -> Cmd {
-        self.script.pace("EVALSHA", &self.script.pace_hash, &self.pacing)
+    fn command(&self, by: By) -> Cmd {
+        match by {
+            By::Hash => self.script.pace("EVALSHA", &self.script.pace_hash, &self.pacing),
+            By::Source => self.script.pace("EVAL", PACE, &self.pacing),
+        }
     }
 
-    fn eval(&self) -> Cmd {
-        self.script.pace("EVAL", PACE, &self.pacing)
-    }
-
-    fn read(&self, answer: &Value) -> Option<PaceReply> {
-        let Value::Array(values) = answer else { return None };
-        let [Value::Int(allowed), Value::Int(level), Value::Int(ahead), Value::Int(rate)] = values[..] else {
-            return None;
+    fn read(&self, answer: &Value) -> Result<PaceReply, RedisError> {
+        let reply = || {
+            let Value::Array(values) = answer else { return None };
+            let [Value::Int(allowed), Value::Int(level), Value::Int(ahead), Value::Int(rate)] = values[..] else {
+                return None;
+            };
+            let settings = &self.pacing.settings;
+            let rate = u64::try_from(rate).ok().filter(|rate| (settings.floor..=settings.ceiling).contains(rate))?;
+            Some(PaceReply { allowed: allowed == 1, level, ahead_us: u64::try_from(ahead).ok()?, rate })
         };
-        let settings = &self.pacing.settings;
-        let rate = u64::try_from(rate).ok().filter(|rate| (settings.floor..=settings.ceiling).contains(rate))?;
-        Some(PaceReply { allowed: allowed == 1, level, ahead_us: u64::try_from(ahead).ok()?, rate })
+        reply().ok_or(RedisError::new(RedisErrorKind::Reply))
     }
 }
 
-/// The decision that an answer gives: `None` for any that the script does not give.
-pub(super) fn decision(charges: &[Charge], answer: &Value) -> Option<Decision> {
-    let mut numbers: SmallVec<[i64; 4]> = SmallVec::new();
-    match answer {
-        Value::Int(number) => numbers.push(*number),
-        Value::Array(values) => {
-            for value in values {
-                let Value::Int(number) = value else { return None };
-                numbers.push(*number);
-            }
-        }
-        Value::BulkString(text) if charges.len() == 2 => {
-            for number in std::str::from_utf8(text).ok()?.split(' ') {
-                numbers.push(number.parse().ok()?);
-            }
-        }
-        _ => return None,
+/// The values of each charge in ARGV.
+fn write_charges(cmd: &mut Cmd, text: &mut String, charges: &[Charge]) {
+    for charge in charges {
+        let quota = charge.quota();
+        let (kind, tokens) = match charge.amount() {
+            Amount::Take(_) if charge.is_too_dear() => ("refuse", 0),
+            Amount::Take(tokens) => ("take", tokens),
+            Amount::Spend(tokens) => ("spend", tokens),
+            Amount::Give(tokens) => ("give", tokens),
+            Amount::Peek => ("peek", 0),
+        };
+        text.clear();
+        let _ = write!(text, "{}{kind}", if charge.is_shadow() { "shadow " } else { "" });
+        cmd.arg(&*text).arg(bucket::units(tokens, &quota));
+        text.clear();
+        let _ = write!(text, ":{}:{}:{}:", quota.capacity(), quota.tokens(), quota.per_us());
+        cmd.arg(&*text).arg(quota.full()).arg(quota.tokens());
     }
-    let ahead = if numbers.len() == charges.len() { &[] } else { numbers.get(charges.len()..)? };
-    if !ahead.is_empty() && ahead.len() != charges.len() {
-        return None;
+}
+
+/// Which charges of an answer are meant: all of a call for one request, some of a call for many.
+#[derive(Clone, Copy)]
+pub(super) struct Part {
+    /// The first.
+    pub(super) place: usize,
+    /// How many the call made.
+    pub(super) total: usize,
+}
+
+/// What an answer says to these charges. An error in the place of a reply is theirs alone.
+pub(super) fn decision(charges: &[Charge], answer: &Value, part: Part) -> Result<Decision, RedisError> {
+    let wrong = || RedisError::new(RedisErrorKind::Reply);
+    let texts: SmallVec<[&str; 2]> = match answer {
+        Value::BulkString(text) if part.total == 2 => {
+            std::str::from_utf8(text).map_err(|_| wrong())?.split(' ').collect()
+        }
+        _ => SmallVec::new(),
+    };
+    let values = if let Value::Array(values) = answer { values } else { std::slice::from_ref(answer) };
+    let count = values.len().max(texts.len());
+    let is_ahead = count == 2 * part.total;
+    if count != part.total && !is_ahead {
+        return Err(wrong());
     }
+    let number = |place: usize| match (texts.get(place), values.get(place)) {
+        (Some(text), _) => text.parse().map_err(|_| wrong()),
+        (None, Some(Value::Int(number))) => Ok(*number),
+        (None, Some(Value::ServerError(error))) => Err(RedisError::sent(error.clone().into())),
+        (None, _) => Err(wrong()),
+    };
     let mut replies: SmallVec<[Reply; 2]> = SmallVec::new();
-    for (i, charge) in charges.iter().enumerate() {
-        let (level, allowed) = (numbers[i].div_euclid(2), numbers[i].rem_euclid(2) == 1);
-        let ahead_us = ahead.get(i).map_or(Some(0), |ahead| u64::try_from(*ahead).ok())?;
+    for (place, charge) in (part.place..).zip(charges) {
+        let reply: i64 = number(place)?;
+        let ahead = if is_ahead { number(part.total + place)? } else { 0 };
+        let (level, allowed) = (reply.div_euclid(2), reply.rem_euclid(2) == 1);
         let full = charge.quota().full();
         if !(-full..=full).contains(&level) {
-            return None;
+            return Err(wrong());
         }
-        replies.push(Reply::new(level, allowed, ahead_us));
+        replies.push(Reply::new(level, allowed, u64::try_from(ahead).map_err(|_| wrong())?));
     }
-    Decision::new(charges, &replies)
+    Decision::new(charges, &replies).ok_or_else(wrong)
 }
