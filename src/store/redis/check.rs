@@ -15,6 +15,7 @@ use tokio::time::{Instant, Sleep, sleep, sleep_until};
 use super::breaker::Ticket;
 use super::connection::Generation;
 use super::error::{RedisError, RedisErrorKind};
+use super::gather::{Gather, Joined, Told, Waiting};
 use super::node::{Boxed, Node, Place};
 use super::script::{self, By, Part, Script};
 use crate::charge::Charges;
@@ -23,7 +24,7 @@ use crate::decision::Decision;
 /// Without a deadline of its own a check that is given up after this long is late.
 const PATIENCE: Duration = Duration::from_millis(50);
 /// After this long without an answer a connection is taken for dead.
-const SILENCE: Duration = Duration::from_secs(5);
+pub(super) const SILENCE: Duration = Duration::from_secs(5);
 
 /// A call of a script.
 pub(super) trait Call: Clone + Unpin + Send + Sync + 'static {
@@ -38,6 +39,11 @@ pub(super) trait Call: Clone + Unpin + Send + Sync + 'static {
     /// The answer, where there is no question.
     fn unasked(&self) -> Option<Self::Answer> {
         None
+    }
+
+    /// Waits for the next call for many, where there are such.
+    fn join(_: &Arc<Node>, question: Question<Self>, _: Ticket) -> Joined<Self> {
+        Joined::Alone(question)
     }
 }
 
@@ -62,11 +68,17 @@ impl Call for Acquire {
     fn unasked(&self) -> Option<Decision> {
         if self.charges.is_empty() { Decision::new(&[], &[]) } else { None }
     }
+
+    fn join(node: &Arc<Node>, question: Question<Self>, ticket: Ticket) -> Joined<Self> {
+        Gather::join(node, question, ticket)
+    }
 }
 
 /// What is asked of the server.
-struct Question<C> {
-    call: C,
+pub(super) struct Question<C> {
+    pub(super) call: C,
+    /// The slot of its keys in a cluster; elsewhere all are one.
+    pub(super) slot: usize,
     /// The server has said that the keys are on their way to another one, which is this.
     moving: bool,
 }
@@ -96,13 +108,17 @@ struct GivenUp {
 
 impl Node {
     fn answered<C: Call>(&self, question: &Question<C>, place: &Place, answer: RedisResult<Value>) -> Asked<C> {
-        let result = answer.map_err(RedisError::sent).and_then(|answer| question.call.read(&answer));
-        if let Err(error) = &result
-            && error.ends_the_connection()
-        {
-            self.lost(place.wire.generation());
+        let answer = answer.map_err(|error| self.failed(error, place.wire.generation()));
+        Asked::Answered(answer.and_then(|answer| question.call.read(&answer)))
+    }
+
+    /// What an error means that came on that connection.
+    pub(super) fn failed(&self, error: redis::RedisError, generation: Option<Generation>) -> RedisError {
+        let error = RedisError::sent(error);
+        if error.ends_the_connection() {
+            self.lost(generation);
         }
-        Asked::Answered(result)
+        error
     }
 
     /// Whether a check that was given up is late by now: that is a failure, unless the server has answered others since.
@@ -126,10 +142,10 @@ impl Node {
         None
     }
 
-    /// Waits for the answer to a check whose caller has gone, as long as it may come.
-    async fn attend<T>(
+    /// Waits for the answer to a check whose caller has gone, as long as it may come; `asking` says whether it will not.
+    async fn attend(
         self: Arc<Self>,
-        asking: Boxed<'static, T>,
+        asking: impl Future<Output = bool> + Send + 'static,
         generation: Option<Generation>,
         mut given_up: Option<GivenUp>,
     ) {
@@ -138,9 +154,9 @@ impl Node {
         let late = sleep_until(given_up.map_or(Instant::now(), |given_up| given_up.late_at));
         tokio::pin!(asking, lost, silence, late);
         std::future::poll_fn(|cx| {
-            let is_answered = asking.as_mut().poll(cx).is_ready();
+            let asked = asking.as_mut().poll(cx);
             if let Some(early) = given_up {
-                if is_answered {
+                if asked == Poll::Ready(true) {
                     given_up = None;
                     if let Some(change) = self.breaker.answered(early.ticket) {
                         self.tell(change, &"");
@@ -153,7 +169,7 @@ impl Node {
                 self.lost(generation);
             }
             // The connection closes when the last of those that use it has gone.
-            if is_answered || lost.as_mut().poll(cx).is_ready() {
+            if asked.is_ready() || lost.as_mut().poll(cx).is_ready() {
                 if let Some(early) = given_up.take() {
                     self.breaker.said_nothing(early.ticket, Instant::now());
                 }
@@ -185,6 +201,8 @@ enum Stage<C: Call> {
     New(Question<C>),
     /// Waits for a place: dropped, it leaves no trace.
     Entering(Question<C>, Boxed<'static, Result<Place, RedisError>>),
+    /// Waits with others, or is on the wire with them.
+    Waiting(Waiting<C>),
     /// Sent, on this connection: the tokens may be taken from now on.
     Asking(Boxed<'static, Asked<C>>, Option<Generation>),
     Done,
@@ -193,15 +211,18 @@ enum Stage<C: Call> {
 impl<C: Call> Check<C> {
     /// A check whose caller waits for at most `deadline`, if that is known.
     pub(super) fn new(node: Arc<Node>, call: C, deadline: Option<Duration>) -> Self {
-        let question = Question { call, moving: false };
+        let question = Question { call, slot: 0, moving: false };
         let outwaits = deadline.is_none_or(|deadline| deadline > SILENCE);
         let (patience, stage) = (deadline.unwrap_or(PATIENCE), Stage::New(question));
         Self { node, ticket: None, patience, answers: 0, outwaits, silence: None, follows: false, stage }
     }
 
     /// The same on a node of a cluster, whose caller follows its redirections.
-    pub(super) fn in_a_cluster(mut self) -> Self {
+    pub(super) fn in_a_cluster(mut self, slot: usize) -> Self {
         self.follows = true;
+        if let Stage::New(question) = &mut self.stage {
+            question.slot = slot;
+        }
         self
     }
 
@@ -211,6 +232,21 @@ impl<C: Call> Check<C> {
             question.moving = true;
         }
         self
+    }
+
+    /// How it goes on, by itself where nobody else is on the wire; none where too many wait.
+    fn start(&self, question: Question<C>, ticket: Ticket) -> Option<Stage<C>> {
+        let alone = ticket.probe || question.moving;
+        if (alone || self.node.is_idle())
+            && let Some(place) = self.node.enter_now()
+        {
+            return Some(Stage::asking(&self.node, By::Hash, question, place));
+        }
+        match if alone { Joined::Alone(question) } else { C::join(&self.node, question, ticket) } {
+            Joined::Waits(waiting) => Some(Stage::Waiting(waiting)),
+            Joined::Alone(question) => Some(Stage::Entering(question, Box::pin(Arc::clone(&self.node).enter()))),
+            Joined::Crowded => None,
+        }
     }
 
     /// The end of a check whose caller is there, on that connection.
@@ -259,7 +295,7 @@ async fn ask<C: Call>(node: Arc<Node>, by: By, question: Question<C>, mut place:
     }
 }
 
-fn is_no_script(error: &redis::RedisError) -> bool {
+pub(super) fn is_no_script(error: &redis::RedisError) -> bool {
     error.kind() == ErrorKind::Server(ServerErrorKind::NoScript)
 }
 
@@ -280,10 +316,10 @@ impl<C: Call> Future for Check<C> {
                         Ok(ticket) => {
                             this.ticket = Some(ticket);
                             this.answers = this.node.answers.load(Ordering::Relaxed);
-                            this.stage = match this.node.enter_now() {
-                                Some(place) => Stage::asking(&this.node, By::Hash, question, place),
-                                None => Stage::Entering(question, Box::pin(Arc::clone(&this.node).enter())),
-                            };
+                            match this.start(question, ticket) {
+                                Some(stage) => this.stage = stage,
+                                None => break Err(RedisError::new(RedisErrorKind::Crowded)),
+                            }
                         }
                         Err(retry_after) => break Err(RedisError::breaker_open(retry_after)),
                     }
@@ -303,6 +339,21 @@ impl<C: Call> Future for Check<C> {
                     Poll::Ready(Err(error)) => break Err(error),
                     Poll::Pending => {
                         this.stage = Stage::Entering(question, entering);
+                        return Poll::Pending;
+                    }
+                },
+                // Waiting => New | Done
+                Stage::Waiting(mut waiting) => match waiting.poll(cx) {
+                    Poll::Ready(Told::End(result, generation)) => {
+                        if result.as_ref().is_err_and(|error| error.kind() == RedisErrorKind::BreakerOpen) {
+                            this.ticket = None;
+                        }
+                        on = generation;
+                        break result;
+                    }
+                    Poll::Ready(Told::Again(question)) => this.stage = Stage::New(question),
+                    Poll::Pending => {
+                        this.stage = Stage::Waiting(waiting);
                         return Poll::Pending;
                     }
                 },
@@ -350,18 +401,30 @@ impl<C: Call> Drop for Check<C> {
             late_at: ticket.began + self.patience,
             answers: self.answers,
         });
-        match (stage, Handle::try_current()) {
+        let late = |generation| given_up.and_then(|given_up| self.node.is_late(given_up, generation));
+        let early = match (stage, Handle::try_current()) {
             // What is on the wire keeps its place until it is answered, so that no more than so many are ever charged
             // after their callers have gone.
             (Stage::Asking(asking, generation), Ok(runtime)) => {
-                let given_up = given_up.and_then(|given_up| self.node.is_late(given_up, generation));
-                runtime.spawn(Arc::clone(&self.node).attend(asking, generation, given_up));
+                let asking = async move {
+                    asking.await;
+                    true
+                };
+                runtime.spawn(Arc::clone(&self.node).attend(asking, generation, late(generation)));
+                return;
             }
-            _ => {
-                if let Some(given_up) = given_up.and_then(|given_up| self.node.is_late(given_up, None)) {
-                    self.node.breaker.said_nothing(given_up.ticket, Instant::now());
+            // Its place is the carrier's.
+            (Stage::Waiting(waiting), runtime) => match (waiting.leave(), late(None), runtime) {
+                (Some(answered), Some(early), Ok(runtime)) => {
+                    runtime.spawn(Arc::clone(&self.node).attend(answered, None, Some(early)));
+                    return;
                 }
-            }
+                (_, early, _) => early,
+            },
+            _ => late(None),
+        };
+        if let Some(early) = early {
+            self.node.breaker.said_nothing(early.ticket, Instant::now());
         }
     }
 }

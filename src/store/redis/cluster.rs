@@ -250,7 +250,7 @@ impl Cluster {
         let mut node = self.owner(slot).await?;
         let (mut moving, mut redirects) = (false, 0);
         loop {
-            let check = Check::new(Arc::clone(&node), call.clone(), within).in_a_cluster();
+            let check = Check::new(Arc::clone(&node), call.clone(), within).in_a_cluster(slot);
             let answer = if moving { check.of_moving_keys() } else { check }.await;
             let Err(error) = &answer else { return answer };
             redirects += 1;

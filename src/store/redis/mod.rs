@@ -5,6 +5,7 @@ mod check;
 mod cluster;
 mod connection;
 mod error;
+mod gather;
 mod node;
 mod script;
 mod sentinel;

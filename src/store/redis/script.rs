@@ -1,12 +1,13 @@
 //! What is sent to `lua/token_bucket.lua`, and what its answer means.
 
+use std::collections::HashMap;
 use std::fmt::{self, Write as _};
 use std::sync::Arc;
 
 use redis::{Cmd, Value};
 use smallvec::SmallVec;
 
-use super::check::Call;
+use super::check::{Acquire, Call};
 use super::error::{RedisError, RedisErrorKind};
 use crate::bucket;
 use crate::charge::{Amount, Charge};
@@ -190,6 +191,81 @@ fn write_charges(cmd: &mut Cmd, text: &mut String, charges: &[Charge]) {
         let _ = write!(text, ":{}:{}:{}:", quota.capacity(), quota.tokens(), quota.per_us());
         cmd.arg(&*text).arg(quota.full()).arg(quota.tokens());
     }
+}
+
+/// A call for many requests, and which part of its answer is each one's. The result is that of a call for each, in order:
+/// what is changed is only the order of those that have no bucket in common.
+pub(super) fn call_for_all(by: By, requests: &[&Acquire]) -> (Cmd, Vec<Part>) {
+    let total = requests.iter().map(|request| request.charges.len()).sum();
+    if let [request] = requests {
+        return (request.script.call(by, &request.charges), vec![Part { place: 0, total }]);
+    }
+    let mut text = String::with_capacity(64 * total);
+    let mut ends = Vec::with_capacity(total);
+    for request in requests {
+        for charge in &request.charges {
+            request.script.write_key(&mut text, charge);
+            ends.push(text.len());
+        }
+    }
+    let key = |i: usize| &text[i.checked_sub(1).map_or(0, |before| ends[before])..ends[i]];
+    // Buckets by number, in the order in which they are named first.
+    let mut numbers = HashMap::with_capacity(total);
+    let buckets: Vec<usize> = (0..total)
+        .map(|i| {
+            let next = numbers.len();
+            *numbers.entry(key(i)).or_insert(next)
+        })
+        .collect();
+
+    // Requests that make the same charges are a run. One joins an earlier run where none after that names its buckets.
+    let mut runs: Vec<Vec<(usize, usize)>> = Vec::new();
+    let mut last = vec![0; numbers.len()];
+    let mut first = 0;
+    for (i, request) in requests.iter().enumerate() {
+        let of_it = &buckets[first..first + request.charges.len()];
+        let from = of_it.iter().map(|bucket| last[*bucket]).max().unwrap_or(0);
+        let same = |run: &usize| is_same(&requests[runs[*run][0].0].charges, &request.charges);
+        let run = (from..runs.len()).find(same).unwrap_or(runs.len());
+        if run == runs.len() {
+            runs.push(Vec::new());
+        }
+        runs[run].push((i, first));
+        of_it.iter().for_each(|bucket| last[*bucket] = run);
+        first += of_it.len();
+    }
+
+    let mut cmd = Cmd::with_capacity(3 + total + 7 * runs.len(), text.len() + 128 * runs.len() + 128);
+    requests[0].script.write_verb(&mut cmd, by);
+    cmd.arg(total);
+    let mut parts = vec![Part { place: 0, total }; requests.len()];
+    let mut place = 0;
+    for run in &mut runs {
+        if requests[run[0].0].charges.len() == 1 {
+            // Those of one bucket are one read and one write where they follow each other.
+            run.sort_by_key(|(_, first)| buckets[*first]);
+        }
+        for (request, first) in run {
+            parts[*request].place = place;
+            for i in *first..*first + requests[*request].charges.len() {
+                cmd.arg(key(i));
+                place += 1;
+            }
+        }
+    }
+    let mut text = String::with_capacity(64);
+    for run in &runs {
+        let charges = &requests[run[0].0].charges;
+        cmd.arg(run.len()).arg(charges.len());
+        write_charges(&mut cmd, &mut text, charges);
+    }
+    (cmd, parts)
+}
+
+/// Whether these are the same charges, on whatever buckets.
+fn is_same(some: &[Charge], others: &[Charge]) -> bool {
+    let what = |charge: &Charge| (charge.amount(), charge.is_shadow(), charge.quota());
+    some.len() == others.len() && some.iter().zip(others).all(|(a, b)| what(a) == what(b))
 }
 
 /// Which charges of an answer are meant: all of a call for one request, some of a call for many.
