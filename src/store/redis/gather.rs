@@ -192,6 +192,10 @@ impl Carrier {
             if self.is_over {
                 return;
             }
+            if self.node.gather.waiting() == 0 {
+                // Those who have just been answered may ask again at once: they go first.
+                tokio::task::yield_now().await;
+            }
         }
     }
 
