@@ -189,7 +189,9 @@ async fn print_alone(both: &[Asked; 2], rounds: usize) {
 }
 
 async fn print_latencies(both: &[Asked; 2], rounds: usize) {
-    println!("\n| in flight | keys | raw p50 us | p99 | store p50 us | p99 | p50 x | p99 x |\n|---|---|---|---|---|---|---|---|");
+    println!(
+        "\n| in flight | keys | raw p50 us | p99 | store p50 us | p99 | p50 x | p99 x |\n|---|---|---|---|---|---|---|---|"
+    );
     for (tasks, keys) in [(2, KEYS), (4, KEYS), (16, KEYS), (64, KEYS), (64, HOT), (1000, KEYS), (1000, HOT)] {
         let kind = Kind { keys, denied: false };
         let mut figures: [Vec<[f64; 2]>; 2] = Default::default();
@@ -200,7 +202,8 @@ async fn print_latencies(both: &[Asked; 2], rounds: usize) {
             }
         }
         let of = |which: usize, i: usize| median(figures[which].iter().map(|of| of[i]).collect());
-        let ratio = |i: usize| median(figures[1].iter().zip(&figures[0]).map(|(store, raw)| store[i] / raw[i]).collect());
+        let ratio =
+            |i: usize| median(figures[1].iter().zip(&figures[0]).map(|(store, raw)| store[i] / raw[i]).collect());
         println!(
             "| {tasks} | {keys} | {:.0} | {:.0} | {:.0} | {:.0} | {:.2} | {:.2} |",
             of(0, 0),

@@ -56,6 +56,7 @@ mod clock;
 mod dropped;
 mod faults;
 mod fields;
+mod gather;
 mod histories;
 mod http_contract;
 mod identity;

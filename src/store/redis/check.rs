@@ -79,14 +79,23 @@ pub(super) struct Question<C> {
     pub(super) call: C,
     /// The slot of its keys in a cluster; elsewhere all are one.
     pub(super) slot: usize,
-    /// The server has said that the keys are on their way to another one, which is this.
-    moving: bool,
+    way: Way,
+}
+
+/// How a check is sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    /// With others, where they wait.
+    Any,
+    Alone,
+    /// Alone, to where a server has said that the keys are on their way to.
+    Moving,
 }
 
 impl<C: Call> Question<C> {
     async fn send(&self, by: By, place: &mut Place) -> RedisResult<Value> {
         let cmd = self.call.command(by);
-        if self.moving { place.wire.ask_for_a_moving_key(cmd).await } else { place.wire.ask(cmd).await }
+        if self.way == Way::Moving { place.wire.ask_for_a_moving_key(cmd).await } else { place.wire.ask(cmd).await }
     }
 }
 
@@ -211,32 +220,24 @@ enum Stage<C: Call> {
 impl<C: Call> Check<C> {
     /// A check whose caller waits for at most `deadline`, if that is known.
     pub(super) fn new(node: Arc<Node>, call: C, deadline: Option<Duration>) -> Self {
-        let question = Question { call, slot: 0, moving: false };
+        let question = Question { call, slot: 0, way: Way::Any };
         let outwaits = deadline.is_none_or(|deadline| deadline > SILENCE);
         let (patience, stage) = (deadline.unwrap_or(PATIENCE), Stage::New(question));
         Self { node, ticket: None, patience, answers: 0, outwaits, silence: None, follows: false, stage }
     }
 
     /// The same on a node of a cluster, whose caller follows its redirections.
-    pub(super) fn in_a_cluster(mut self, slot: usize) -> Self {
+    pub(super) fn in_a_cluster(mut self, slot: usize, way: Way) -> Self {
         self.follows = true;
         if let Stage::New(question) = &mut self.stage {
-            question.slot = slot;
-        }
-        self
-    }
-
-    /// The same for keys that are on their way to this server.
-    pub(super) fn of_moving_keys(mut self) -> Self {
-        if let Stage::New(question) = &mut self.stage {
-            question.moving = true;
+            (question.slot, question.way) = (slot, way);
         }
         self
     }
 
     /// How it goes on, by itself where nobody else is on the wire; none where too many wait.
     fn start(&self, question: Question<C>, ticket: Ticket) -> Option<Stage<C>> {
-        let alone = ticket.probe || question.moving;
+        let alone = ticket.probe || question.way != Way::Any;
         if (alone || self.node.is_idle())
             && let Some(place) = self.node.enter_now()
         {

@@ -16,6 +16,7 @@ use std::time::Duration;
 use redis::{RedisResult, Value};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
+use tokio::task::yield_now;
 use tokio::time::{Instant, sleep};
 
 use super::breaker::Ticket;
@@ -25,7 +26,6 @@ use super::error::{RedisError, RedisErrorKind};
 use super::node::{Boxed, Node, Place, WAITING};
 use super::script::{self, By, Part};
 
-const CARRIERS: usize = 1;
 /// The script cannot take more keys than about twice as many.
 const KEYS_MAX: usize = 4000;
 /// A call that takes longer no longer keeps others waiting: another goes beside it.
@@ -118,7 +118,7 @@ impl Gather {
         let number = queue.next;
         queue.next += 1;
         queue.waiting.insert(number, Waiter { question, ticket, told, caller });
-        if queue.carriers < CARRIERS || free > 0 && queue.held_until <= Instant::now() {
+        if queue.carriers == 0 || free > 0 && queue.held_until <= Instant::now() {
             queue.start(node, &runtime);
         }
         drop(queue);
@@ -187,40 +187,37 @@ type Answers = (Place, Vec<RedisResult<Value>>);
 
 impl Carrier {
     async fn carry(mut self) {
-        while let Some(place) = self.next().await {
-            self.ask(place).await;
-            if self.is_over {
-                return;
-            }
-            if self.node.gather.waiting() == 0 {
-                // Those who have just been answered may ask again at once: they go first.
-                tokio::task::yield_now().await;
-            }
-        }
-    }
-
-    /// A place for the next that waits; none when nobody does.
-    async fn next(&mut self) -> Option<Place> {
         loop {
-            {
-                let mut queue = self.node.gather.queue();
-                let is_held = queue.carriers > CARRIERS && queue.held_until > Instant::now();
-                if queue.waiting.is_empty() || is_held {
-                    queue.carriers -= 1;
-                    self.is_over = true;
-                    return None;
-                }
-                queue.held_until = Instant::now() + HOLD_UNSENT;
-            }
             match self.node.enter_for_others().await {
-                Ok(place) => return Some(place),
+                Ok(place) => self.ask(place).await,
                 // Whoever asked by itself now would get the same.
                 Err(error) => {
                     let waiting = mem::take(&mut self.node.gather.queue().waiting);
                     waiting.into_values().for_each(|waiter| waiter.tell(Err(error.clone()), None));
                 }
             }
+            if self.is_over {
+                return;
+            }
+            // Those who have just been answered often ask again at once: in the next call, instead of in one of their own
+            // that would take turns with it.
+            yield_now().await;
+            if self.ends() {
+                return;
+            }
         }
+    }
+
+    /// Whether nobody waits, or none but those that another carrier is about to take.
+    fn ends(&mut self) -> bool {
+        let (now, mut queue) = (Instant::now(), self.node.gather.queue());
+        if queue.waiting.is_empty() || queue.carriers > 1 && queue.held_until > now {
+            queue.carriers -= 1;
+            self.is_over = true;
+        } else {
+            queue.held_until = now + HOLD_UNSENT;
+        }
+        self.is_over
     }
 
     /// Sends what waits, and tells each what came of it.
