@@ -10,11 +10,12 @@ mod calls;
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use calls::{ALLOWED, DENIED, KEYS, TOKEN_BUCKET, key, median, rounds};
 use redis::Cmd;
 use redis::aio::MultiplexedConnection;
+use tokio::time::Instant;
 use tower_token_bucket::{Amount, BucketKey, Charge, LimitName, Quota, RedisStore, Store};
 
 use calls::server::Server;

@@ -79,7 +79,7 @@ pub(super) struct Question<C> {
     pub(super) call: C,
     /// The slot of its keys in a cluster; elsewhere all are one.
     pub(super) slot: usize,
-    way: Way,
+    pub(super) way: Way,
 }
 
 /// How a check is sent.

@@ -20,7 +20,7 @@ use tokio::task::yield_now;
 use tokio::time::{Instant, sleep};
 
 use super::breaker::Ticket;
-use super::check::{Acquire, Call, Question, SILENCE, is_no_script};
+use super::check::{Acquire, Call, Question, SILENCE, Way, is_no_script};
 use super::connection::Generation;
 use super::error::{RedisError, RedisErrorKind};
 use super::node::{Boxed, Node, Place, WAITING};
@@ -118,19 +118,22 @@ impl Gather {
         let number = queue.next;
         queue.next += 1;
         queue.waiting.insert(number, Waiter { question, ticket, told, caller });
-        if queue.carriers == 0 || free > 0 && queue.held_until <= Instant::now() {
-            queue.start(node, &runtime);
-        }
+        let is_needed = queue.carriers == 0 || free > 0 && queue.held_until <= Instant::now();
+        let carrier = is_needed.then(|| queue.carrier(node));
         drop(queue);
+        if let Some(carrier) = carrier {
+            runtime.spawn(carrier.carry());
+        }
         Joined::Waits(Waiting { node: Arc::clone(node), number, told: waits, _caller: here })
     }
 }
 
 impl Queue {
-    fn start(&mut self, node: &Arc<Node>, runtime: &Handle) {
+    /// One more carrier, to be spawned when the queue is not locked: a runtime that ends drops it at once.
+    fn carrier(&mut self, node: &Arc<Node>) -> Carrier {
         self.carriers += 1;
         self.held_until = Instant::now() + HOLD_UNSENT;
-        runtime.spawn(Carrier { node: Arc::clone(node), is_over: false }.carry());
+        Carrier { node: Arc::clone(node), is_over: false }
     }
 
     /// The next, if it fits into a call that has so many keys.
@@ -153,7 +156,7 @@ impl<C: Call> Waiting<C> {
     pub(super) fn leave(self) -> Option<impl Future<Output = bool> + Send + 'static> {
         let Self { node, number, told, _caller } = self;
         let left = node.gather.queue().waiting.remove(&number);
-        left.is_none().then(|| async { told.await.is_ok() })
+        left.is_none().then_some(async { told.await.is_ok() })
     }
 }
 
@@ -361,8 +364,11 @@ impl Carrier {
         }
         let mut queue = self.node.gather.queue();
         queue.carriers -= 1;
-        if queue.carriers == 0 && !queue.waiting.is_empty() {
-            queue.start(&self.node, &Handle::current());
+        let is_needed = queue.carriers == 0 && !queue.waiting.is_empty();
+        let next = is_needed.then(|| queue.carrier(&self.node));
+        drop(queue);
+        if let Some(next) = next {
+            tokio::spawn(next.carry());
         }
     }
 }
@@ -381,8 +387,9 @@ impl Drop for Carrier {
         let waiting = mem::take(&mut queue.waiting);
         drop(queue);
         for waiter in waiting.into_values() {
-            // They may be another runtime's.
-            let _ = waiter.told.send(Told::Again(waiter.question));
+            // They may be another runtime's, and go alone: this one may be all that they have.
+            let question = Question { way: Way::Alone, ..waiter.question };
+            let _ = waiter.told.send(Told::Again(question));
         }
     }
 }
