@@ -223,7 +223,7 @@ impl Node {
             Link::Own(connection) => Wire::Own(connection.open().await.map_err(RedisError::unsent)?),
             Link::Given(connection) => Wire::Given(Arc::clone(connection)),
         };
-        Ok(Place { wire, permit })
+        Ok(Place { wire, permit, requests: 1 })
     }
 
     /// How many wait for a place by themselves.
@@ -238,12 +238,13 @@ impl Node {
 
     /// Makes a place one for as many requests, or for fewer where there are not as many places. For how many it is.
     pub(super) fn widen(&self, place: &mut Place, requests: usize) -> usize {
-        let more = self.places.available_permits().min(requests.saturating_sub(1));
+        let more = self.places.available_permits().min(requests.saturating_sub(place.requests));
         // Another may have been quicker.
         if let Ok(permits) = Arc::clone(&self.places).try_acquire_many_owned(more as u32) {
             place.permit.merge(permits);
+            place.requests += more;
         }
-        place.permit.num_permits()
+        place.requests
     }
 
     /// A place on the wire, if there is one at this moment.
@@ -253,7 +254,7 @@ impl Node {
             Link::Own(connection) => Wire::Own(connection.now()?),
             Link::Given(connection) => Wire::Given(Arc::clone(connection)),
         };
-        Some(Place { wire, permit })
+        Some(Place { wire, permit, requests: 1 })
     }
 
     /// The connection of that generation is of no use any more.
@@ -313,11 +314,14 @@ impl Drop for Waiting<'_> {
 pub(super) struct Place {
     pub(super) wire: Wire,
     permit: OwnedSemaphorePermit,
+    /// For so many.
+    requests: usize,
 }
 
 impl Place {
     /// Leaves places to others that so many requests do not need.
     pub(super) fn narrow(&mut self, requests: usize) {
-        drop(self.permit.split(self.permit.num_permits().saturating_sub(requests)));
+        drop(self.permit.split(self.requests.saturating_sub(requests)));
+        self.requests = self.requests.min(requests);
     }
 }
