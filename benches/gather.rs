@@ -94,10 +94,10 @@ fn client_cpu() -> Duration {
 }
 
 /// Decisions of so many tasks at once, and how long each took.
-async fn decisions(asked: &Asked, kind: Kind, tasks: usize, each: usize) -> Vec<Duration> {
+async fn decisions(asked: &[Asked], kind: Kind, tasks: usize, each: usize) -> Vec<Duration> {
     let mut running = tokio::task::JoinSet::new();
     for task in 0..tasks {
-        let mut asked = asked.clone();
+        let mut asked = asked[task % asked.len()].clone();
         running.spawn(async move {
             let mut took = Vec::with_capacity(each);
             for i in 0..each {
@@ -112,16 +112,17 @@ async fn decisions(asked: &Asked, kind: Kind, tasks: usize, each: usize) -> Vec<
     running.join_all().await.concat()
 }
 
-async fn cost(server: &Server, asked: &Asked, kind: Kind) -> Cost {
+async fn cost(server: &Server, asked: &[Asked], kind: Kind) -> Cost {
     let (calls, cpu, own, started) = (server.calls("evalsha"), server.cpu(), client_cpu(), Instant::now());
-    decisions(asked, kind, TASKS, DECISIONS / TASKS).await;
+    let tasks = TASKS * asked.len();
+    decisions(asked, kind, tasks, DECISIONS / tasks).await;
     let (time, own) = (started.elapsed(), client_cpu() - own);
     let each = |spent: Duration| spent.as_secs_f64() * 1e6 / DECISIONS as f64;
     let calls = (server.calls("evalsha") - calls) as f64 / DECISIONS as f64;
     Cost { server: each(server.cpu() - cpu), client: each(own), time: each(time), calls }
 }
 
-async fn print_costs(server: &Server, both: &[Asked; 2], rounds: usize) {
+async fn print_costs(server: &Server, both: &[Vec<Asked>; 2], rounds: usize) {
     let kinds = [(KEYS, false), (KEYS, true), (HOT, false), (HOT, true)];
     let kinds = kinds.map(|(keys, denied)| Kind { keys, denied });
     let mut costs: Vec<Vec<[Cost; 2]>> = vec![Vec::new(); kinds.len()];
@@ -131,7 +132,10 @@ async fn print_costs(server: &Server, both: &[Asked; 2], rounds: usize) {
             costs.push([raw, cost(server, &both[1], *kind).await]);
         }
     }
-    println!("{TASKS} tasks, {rounds} rounds of {DECISIONS} decisions, medians; us of CPU per decision\n");
+    println!(
+        "\n{} x {TASKS} tasks, {rounds} rounds of {DECISIONS} decisions, medians; us of CPU per decision\n",
+        both[0].len()
+    );
     println!(
         "| keys | answer | server: raw | store | decisions per CPU second x | target | client: raw | store | x raw | \
          target | decisions/s x | calls per decision |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
@@ -165,7 +169,7 @@ fn quantile(of: &mut [Duration], q: f64) -> f64 {
 }
 
 /// One check at a time: whoever is alone waits for nobody.
-async fn print_alone(both: &[Asked; 2], rounds: usize) {
+async fn print_alone(both: &[Vec<Asked>; 2], rounds: usize) {
     let kind = Kind { keys: KEYS, denied: false };
     let mut took = [Vec::new(), Vec::new()];
     let mut ratios = Vec::new();
@@ -174,7 +178,7 @@ async fn print_alone(both: &[Asked; 2], rounds: usize) {
         let mut these = [Vec::new(), Vec::new()];
         for i in 0..400 {
             for which in [i & 1, 1 - (i & 1)] {
-                let (mut asked, started) = (both[which].clone(), Instant::now());
+                let (mut asked, started) = (both[which][0].clone(), Instant::now());
                 asked.decide(kind, round * 400 + i).await;
                 these[which].push(started.elapsed());
             }
@@ -189,7 +193,7 @@ async fn print_alone(both: &[Asked; 2], rounds: usize) {
     println!("\none check alone: raw {raw:.1} us, store {store:.1} us, {:.3} x (p50)", median(ratios));
 }
 
-async fn print_latencies(both: &[Asked; 2], rounds: usize) {
+async fn print_latencies(both: &[Vec<Asked>; 2], rounds: usize) {
     println!(
         "\n| in flight | keys | raw p50 us | p99 | store p50 us | p99 | p50 x | p99 x |\n|---|---|---|---|---|---|---|---|"
     );
@@ -217,26 +221,39 @@ async fn print_latencies(both: &[Asked; 2], rounds: usize) {
     }
 }
 
-async fn measure(server: &Server, rounds: usize) {
+async fn raw(server: &Server) -> Asked {
     let client = redis::Client::open(server.url()).expect("a URL");
     let config = redis::AsyncConnectionConfig::new().set_response_timeout(None);
     let connection = client.get_multiplexed_async_connection_with_config(&config).await.expect("a connection");
     let sha = server.query(&["SCRIPT", "LOAD", TOKEN_BUCKET]).text().expect("a hash").to_owned();
-    let store = RedisStore::connect(&server.url()).await.expect("a store");
-    for i in 0..KEYS {
-        let charge = Kind { keys: KEYS, denied: true }.charge(i);
-        let debt = Charge::new(charge.limit().clone(), *charge.key(), charge.quota(), Amount::Spend(200));
-        store.acquire(&[debt]).await.expect("the server answers");
-    }
-    let both = [Asked::Raw(connection, sha.into()), Asked::Store(store)];
-    for denied in [false, true] {
-        for asked in &both {
-            decisions(asked, Kind { keys: KEYS, denied }, TASKS, 20).await;
+    Asked::Raw(connection, sha.into())
+}
+
+async fn measure(server: &Server, rounds: usize) {
+    let mut both = [Vec::new(), Vec::new()];
+    for instances in [1, 4] {
+        while both[0].len() < instances {
+            both[0].push(raw(server).await);
+            both[1].push(Asked::Store(RedisStore::connect(&server.url()).await.expect("a store")));
+        }
+        if let Asked::Store(store) = &both[1][0] {
+            for i in 0..KEYS {
+                let charge = Kind { keys: KEYS, denied: true }.charge(i);
+                let debt = Charge::new(charge.limit().clone(), *charge.key(), charge.quota(), Amount::Spend(200));
+                store.acquire(&[debt]).await.expect("the server answers");
+            }
+        }
+        for denied in [false, true] {
+            for asked in &both {
+                decisions(asked, Kind { keys: KEYS, denied }, TASKS, 20).await;
+            }
+        }
+        print_costs(server, &both, rounds).await;
+        if instances == 1 {
+            print_alone(&both, rounds).await;
+            print_latencies(&both, rounds).await;
         }
     }
-    print_costs(server, &both, rounds).await;
-    print_alone(&both, rounds).await;
-    print_latencies(&both, rounds).await;
 }
 
 fn main() {
