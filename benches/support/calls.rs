@@ -4,7 +4,7 @@
 #![allow(clippy::disallowed_types, reason = "a bench measures real time")]
 
 #[path = "../../tests/support/server.rs"]
-mod server;
+pub(crate) mod server;
 
 use std::time::{Duration, Instant};
 

@@ -229,7 +229,7 @@ async fn what_is_remembered_is_bounded() {
             let charge = Charge::new(name.clone(), client, tokens(1), Amount::Take(1));
             let store = store.clone();
             async move {
-                ask(&store, &[charge.clone()]).await;
+                ask(&store, std::slice::from_ref(&charge)).await;
                 ask(&store, &[charge]).await
             }
         });

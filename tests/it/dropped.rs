@@ -151,12 +151,13 @@ async fn frozen_for(pause: Duration) {
     let late = charged(&server, "all", QUOTA) - 1 - answered;
     println!("frozen for {pause:?}: {late} of 2000 checks are charged after the thaw");
     assert!((1..=64).contains(&late), "{late}");
-    assert_eq!(server.calls("evalsha"), late + answered, "each call is one charge");
+    let calls = server.calls("evalsha");
+    assert!((answered + 1..=late + answered).contains(&calls), "{calls} calls: each is one charge, or several");
     // Exact again.
     for i in 1..=50 {
         assert_eq!(allowed(&store).await.remaining(), Some(20_000 - 1 - late - answered - i));
     }
-    assert_eq!(server.calls("evalsha"), late + answered + 50);
+    assert_eq!(server.calls("evalsha"), calls + 50);
 }
 
 #[tokio::test]
@@ -296,7 +297,8 @@ async fn a_response_dropped_while_it_waits_for_a_place_on_the_wire_was_never_sen
         assert!(timeout(LONG, check).await.unwrap().unwrap().is_allowed());
     }
     let sent = ON_THE_WIRE as u64 + 1;
-    assert_eq!((server.calls("evalsha"), charged(&server, "all", QUOTA)), (sent, sent + 1));
+    assert_eq!(charged(&server, "all", QUOTA), sent + 1);
+    assert!(server.calls("evalsha") <= sent);
     assert_eq!(allowed(&store).await.remaining(), Some(20_000 - sent - 2));
 }
 
@@ -373,7 +375,8 @@ async fn beyond_64_on_the_wire_and_4096_that_wait_a_check_is_refused_at_once_and
         assert!(answer.expect("an answer").unwrap().is_allowed());
     }
     let sent = (ON_THE_WIRE + WAITING) as u64;
-    assert_eq!((server.calls("evalsha"), charged(&server, "all", QUOTA)), (sent, sent + 1));
+    assert_eq!(charged(&server, "all", QUOTA), sent + 1);
+    assert!(server.calls("evalsha") <= sent);
     allowed(&store).await;
 }
 
@@ -385,15 +388,19 @@ async fn the_script_is_not_sent_for_a_caller_that_has_gone() {
     server.query(&["CONFIG", "RESETSTAT"]);
     server.freeze();
     tokio::time::pause();
-    drop(polled_once(&store, ON_THE_WIRE));
+    let checks = polled_once(&store, ON_THE_WIRE);
+    // The first by itself, the others in one call, by a task.
+    for _ in 0..3 {
+        tokio::task::yield_now().await;
+    }
+    drop(checks);
     tokio::time::resume();
     server.thaw();
     // After those on the wire, all of which were refused for want of the script: the first that is there sends it.
     for i in 1..=AGAIN as u64 {
         assert_eq!(allowed(&store).await.remaining(), Some(20_000 - 1 - i));
     }
-    let sent = (ON_THE_WIRE + AGAIN) as u64;
-    assert_eq!((server.calls("evalsha"), server.calls("eval")), (sent, 1));
+    assert_eq!((server.calls("evalsha"), server.calls("eval")), (2 + AGAIN as u64, 1));
 }
 
 // Runtimes.

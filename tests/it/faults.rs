@@ -730,24 +730,24 @@ async fn a_script_that_is_flushed_all_the_time_under_parallel_calls_is_no_fault(
     let _quiet = QUIET.read().await;
     let server = Arc::new(with_password(&[]));
     let mut guarded = Guarded::connect(&server.url(), Deny).await;
-    let done = Arc::new(AtomicU64::new(0));
+    let (done, flushed) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
     let flusher = {
-        let (server, done) = (Arc::clone(&server), Arc::clone(&done));
+        let (server, done, flushed) = (Arc::clone(&server), Arc::clone(&done), Arc::clone(&flushed));
         tokio::task::spawn_blocking(move || {
-            let mut flushes = 0;
             while done.load(Relaxed) < 64 {
+                let flushes = flushed.fetch_add(1, Relaxed);
                 server.query(&["SCRIPT", "FLUSH", if flushes % 2 == 0 { "SYNC" } else { "ASYNC" }]);
-                flushes += 1;
             }
-            flushes
+            flushed.load(Relaxed)
         })
     };
     let mut calls = JoinSet::new();
     for _ in 0..64 {
-        let (service, done) = (guarded.patient.clone(), Arc::clone(&done));
+        let (service, done, flushed) = (guarded.patient.clone(), Arc::clone(&done), Arc::clone(&flushed));
         calls.spawn(async move {
-            let mut admitted = 0;
-            for _ in 0..10 {
+            let (mut admitted, mut asked) = (0, 0);
+            while asked < 10 || flushed.load(Relaxed) <= 20 {
+                asked += 1;
                 let answer = Answer::to(&service, get()).await;
                 assert!(answer.is_of_the_store());
                 admitted += u64::from(answer.status == 200);

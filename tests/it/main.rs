@@ -57,6 +57,7 @@ mod denials;
 mod dropped;
 mod faults;
 mod fields;
+mod gather;
 mod histories;
 mod http_contract;
 mod identity;

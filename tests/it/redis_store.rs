@@ -265,8 +265,23 @@ async fn a_rollout_hands_out_no_more_than_the_larger_quota() {
     assert!(!store.acquire(&slow).await.unwrap().is_allowed(), "the time since is earned at the slow rate");
 }
 
-/// Sends the script with an account of its own: each call appends the server's time, the arguments and the reply to a
-/// list, in the same step.
+/// Calls a function with the place of each charge of a call, in order, and with where its values are in ARGV.
+pub(crate) const EACH_CHARGE: &str = "
+    local function each_charge(of)
+        if #KEYS == 1 then return of(1, 1) end
+        local place, a = 0, 1
+        while place < #KEYS do
+            local requests, charges = ARGV[a] + 0, ARGV[a + 1] + 0
+            for i = 0, requests * charges - 1 do
+                place = place + 1
+                of(place, a + 2 + 5 * (i % charges))
+            end
+            a = a + 2 + 5 * charges
+        end
+    end";
+
+/// Sends the script with an account of its own: for each charge the server's time, the arguments and the reply are
+/// appended to a list, in the same step.
 #[derive(Clone)]
 struct Accounted {
     inner: MultiplexedConnection,
@@ -279,9 +294,13 @@ impl Accounted {
         assert_eq!(SCRIPT.matches(TIME).count(), 1);
         let body = SCRIPT.replace(TIME, "local time = redis.call('TIME')\naccount_time = time\n");
         let script = format!(
-            "local account_time\nlocal function body()\n{body}\nend\nlocal reply = body()\n\
-             redis.call('RPUSH', 'account', account_time[1] .. ' ' .. account_time[2] .. ' ' .. ARGV[2] .. ' ' .. \
-             ARGV[3] .. ' ' .. string.format('%.0f', reply))\nreturn reply"
+            "local account_time\nlocal function body()\n{body}\nend\nlocal reply = body()\n{EACH_CHARGE}
+            each_charge(function(place, a)
+                local replied = type(reply) == 'table' and reply[place] or reply
+                redis.call('RPUSH', 'account', account_time[1] .. ' ' .. account_time[2] .. ' ' .. ARGV[a + 1] .. ' ' ..
+                    ARGV[a + 2] .. ' ' .. string.format('%.0f', replied))
+            end)
+            return reply"
         );
         let client = redis::Client::open(url).unwrap();
         // On a busy machine an answer may take longer than redis-rs waits by itself.

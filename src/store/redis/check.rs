@@ -15,32 +15,35 @@ use tokio::time::{Instant, Sleep, sleep, sleep_until};
 use super::breaker::Ticket;
 use super::connection::Generation;
 use super::error::{RedisError, RedisErrorKind};
+use super::gather::{Gather, Joined, Told, Waiting};
 use super::node::{Boxed, Node, Place};
-use super::script::{self, Script};
+use super::script::{self, By, Part, Script};
 use crate::charge::Charges;
 use crate::decision::Decision;
 
 /// Without a deadline of its own a check that is given up after this long is late.
 const PATIENCE: Duration = Duration::from_millis(50);
 /// After this long without an answer a connection is taken for dead.
-const SILENCE: Duration = Duration::from_secs(5);
+pub(super) const SILENCE: Duration = Duration::from_secs(5);
 
 /// A call of a script.
 pub(super) trait Call: Clone + Unpin + Send + Sync + 'static {
     type Answer: Unpin + Send + 'static;
 
-    /// The call by the script's hash.
-    fn evalsha(&self) -> Cmd;
+    /// What is sent.
+    fn command(&self, by: By) -> Cmd;
 
-    /// The same call with the script itself.
-    fn eval(&self) -> Cmd;
-
-    /// What the answer means: `None` for any that the script does not give.
-    fn read(&self, answer: &Value) -> Option<Self::Answer>;
+    /// What the answer means.
+    fn read(&self, answer: &Value) -> Result<Self::Answer, RedisError>;
 
     /// The answer, where there is no question.
     fn unasked(&self) -> Option<Self::Answer> {
         None
+    }
+
+    /// Waits for the next call for many, where there are such.
+    fn join(_: &Arc<Node>, question: Question<Self>, _: Ticket) -> Joined<Self> {
+        Joined::Alone(question)
     }
 }
 
@@ -54,33 +57,45 @@ pub(super) struct Acquire {
 impl Call for Acquire {
     type Answer = Decision;
 
-    fn evalsha(&self) -> Cmd {
-        self.script.evalsha(&self.charges)
+    fn command(&self, by: By) -> Cmd {
+        self.script.call(by, &self.charges)
     }
 
-    fn eval(&self) -> Cmd {
-        self.script.eval(&self.charges)
-    }
-
-    fn read(&self, answer: &Value) -> Option<Decision> {
-        script::decision(&self.charges, answer)
+    fn read(&self, answer: &Value) -> Result<Decision, RedisError> {
+        script::decision(&self.charges, answer, Part { place: 0, total: self.charges.len() })
     }
 
     fn unasked(&self) -> Option<Decision> {
         if self.charges.is_empty() { Decision::new(&[], &[]) } else { None }
     }
+
+    fn join(node: &Arc<Node>, question: Question<Self>, ticket: Ticket) -> Joined<Self> {
+        Gather::join(node, question, ticket)
+    }
 }
 
 /// What is asked of the server.
-struct Question<C> {
-    call: C,
-    /// The server has said that the keys are on their way to another one, which is this.
-    moving: bool,
+pub(super) struct Question<C> {
+    pub(super) call: C,
+    /// The slot of its keys in a cluster; elsewhere all are one.
+    pub(super) slot: usize,
+    pub(super) way: Way,
+}
+
+/// How a check is sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    /// With others, where they wait.
+    Any,
+    Alone,
+    /// Alone, to where a server has said that the keys are on their way to.
+    Moving,
 }
 
 impl<C: Call> Question<C> {
-    async fn send(&self, cmd: Cmd, place: &mut Place) -> RedisResult<Value> {
-        if self.moving { place.wire.ask_for_a_moving_key(cmd).await } else { place.wire.ask(cmd).await }
+    async fn send(&self, by: By, place: &mut Place) -> RedisResult<Value> {
+        let cmd = self.call.command(by);
+        if self.way == Way::Moving { place.wire.ask_for_a_moving_key(cmd).await } else { place.wire.ask(cmd).await }
     }
 }
 
@@ -102,15 +117,17 @@ struct GivenUp {
 
 impl Node {
     fn answered<C: Call>(&self, question: &Question<C>, place: &Place, answer: RedisResult<Value>) -> Asked<C> {
-        let result = answer
-            .map_err(RedisError::sent)
-            .and_then(|answer| question.call.read(&answer).ok_or(RedisError::new(RedisErrorKind::Reply)));
-        if let Err(error) = &result
-            && error.ends_the_connection()
-        {
-            self.lost(place.wire.generation());
+        let answer = answer.map_err(|error| self.failed(error, place.wire.generation()));
+        Asked::Answered(answer.and_then(|answer| question.call.read(&answer)))
+    }
+
+    /// What an error means that came on that connection.
+    pub(super) fn failed(&self, error: redis::RedisError, generation: Option<Generation>) -> RedisError {
+        let error = RedisError::sent(error);
+        if error.ends_the_connection() {
+            self.lost(generation);
         }
-        Asked::Answered(result)
+        error
     }
 
     /// Whether a check that was given up is late by now: that is a failure, unless the server has answered others since.
@@ -134,10 +151,10 @@ impl Node {
         None
     }
 
-    /// Waits for the answer to a check whose caller has gone, as long as it may come.
-    async fn attend<T>(
+    /// Waits for the answer to a check whose caller has gone, as long as it may come; `asking` says whether it will not.
+    async fn attend(
         self: Arc<Self>,
-        asking: Boxed<'static, T>,
+        asking: impl Future<Output = bool> + Send + 'static,
         generation: Option<Generation>,
         mut given_up: Option<GivenUp>,
     ) {
@@ -146,9 +163,9 @@ impl Node {
         let late = sleep_until(given_up.map_or(Instant::now(), |given_up| given_up.late_at));
         tokio::pin!(asking, lost, silence, late);
         std::future::poll_fn(|cx| {
-            let is_answered = asking.as_mut().poll(cx).is_ready();
+            let asked = asking.as_mut().poll(cx);
             if let Some(early) = given_up {
-                if is_answered {
+                if asked == Poll::Ready(true) {
                     given_up = None;
                     if let Some(change) = self.breaker.answered(early.ticket) {
                         self.tell(change, &"");
@@ -161,7 +178,7 @@ impl Node {
                 self.lost(generation);
             }
             // The connection closes when the last of those that use it has gone.
-            if is_answered || lost.as_mut().poll(cx).is_ready() {
+            if asked.is_ready() || lost.as_mut().poll(cx).is_ready() {
                 if let Some(early) = given_up.take() {
                     self.breaker.said_nothing(early.ticket, Instant::now());
                 }
@@ -193,6 +210,8 @@ enum Stage<C: Call> {
     New(Question<C>),
     /// Waits for a place: dropped, it leaves no trace.
     Entering(Question<C>, Boxed<'static, Result<Place, RedisError>>),
+    /// Waits with others, or is on the wire with them.
+    Waiting(Waiting<C>),
     /// Sent, on this connection: the tokens may be taken from now on.
     Asking(Boxed<'static, Asked<C>>, Option<Generation>),
     Done,
@@ -201,24 +220,34 @@ enum Stage<C: Call> {
 impl<C: Call> Check<C> {
     /// A check whose caller waits for at most `deadline`, if that is known.
     pub(super) fn new(node: Arc<Node>, call: C, deadline: Option<Duration>) -> Self {
-        let question = Question { call, moving: false };
+        let question = Question { call, slot: 0, way: Way::Any };
         let outwaits = deadline.is_none_or(|deadline| deadline > SILENCE);
         let (patience, stage) = (deadline.unwrap_or(PATIENCE), Stage::New(question));
         Self { node, ticket: None, patience, answers: 0, outwaits, silence: None, follows: false, stage }
     }
 
     /// The same on a node of a cluster, whose caller follows its redirections.
-    pub(super) fn in_a_cluster(mut self) -> Self {
+    pub(super) fn in_a_cluster(mut self, slot: usize, way: Way) -> Self {
         self.follows = true;
+        if let Stage::New(question) = &mut self.stage {
+            (question.slot, question.way) = (slot, way);
+        }
         self
     }
 
-    /// The same for keys that are on their way to this server.
-    pub(super) fn of_moving_keys(mut self) -> Self {
-        if let Stage::New(question) = &mut self.stage {
-            question.moving = true;
+    /// How it goes on, by itself where nobody else is on the wire; none where too many wait.
+    fn start(&self, question: Question<C>, ticket: Ticket) -> Option<Stage<C>> {
+        let alone = ticket.probe || question.way != Way::Any;
+        if (alone || self.node.is_idle())
+            && let Some(place) = self.node.enter_now()
+        {
+            return Some(Stage::asking(&self.node, By::Hash, question, place));
         }
-        self
+        match if alone { Joined::Alone(question) } else { C::join(&self.node, question, ticket) } {
+            Joined::Waits(waiting) => Some(Stage::Waiting(waiting)),
+            Joined::Alone(question) => Some(Stage::Entering(question, Box::pin(Arc::clone(&self.node).enter()))),
+            Joined::Crowded => None,
+        }
     }
 
     /// The end of a check whose caller is there, on that connection.
@@ -259,19 +288,16 @@ impl<C: Call> Check<C> {
     }
 }
 
-/// Asks, by the script's hash.
-async fn ask<C: Call>(node: Arc<Node>, question: Question<C>, mut place: Place) -> Asked<C> {
-    let answer = question.send(question.call.evalsha(), &mut place).await;
+async fn ask<C: Call>(node: Arc<Node>, by: By, question: Question<C>, mut place: Place) -> Asked<C> {
+    let answer = question.send(by, &mut place).await;
     match answer {
-        Err(error) if error.kind() == ErrorKind::Server(ServerErrorKind::NoScript) => Asked::NoScript(question, place),
+        Err(error) if by == By::Hash && is_no_script(&error) => Asked::NoScript(question, place),
         answer => node.answered(&question, &place, answer),
     }
 }
 
-/// Asks with the script itself.
-async fn ask_with_the_script<C: Call>(node: Arc<Node>, question: Question<C>, mut place: Place) -> Asked<C> {
-    let answer = question.send(question.call.eval(), &mut place).await;
-    node.answered(&question, &place, answer)
+pub(super) fn is_no_script(error: &redis::RedisError) -> bool {
+    error.kind() == ErrorKind::Server(ServerErrorKind::NoScript)
 }
 
 impl<C: Call> Future for Check<C> {
@@ -291,12 +317,10 @@ impl<C: Call> Future for Check<C> {
                         Ok(ticket) => {
                             this.ticket = Some(ticket);
                             this.answers = this.node.answers.load(Ordering::Relaxed);
-                            this.stage = match this.node.enter_now() {
-                                Some(place) => {
-                                    Stage::asking(&this.node, place, |node, place| ask(node, question, place))
-                                }
-                                None => Stage::Entering(question, Box::pin(Arc::clone(&this.node).enter())),
-                            };
+                            match this.start(question, ticket) {
+                                Some(stage) => this.stage = stage,
+                                None => break Err(RedisError::new(RedisErrorKind::Crowded)),
+                            }
                         }
                         Err(retry_after) => break Err(RedisError::breaker_open(retry_after)),
                     }
@@ -311,11 +335,26 @@ impl<C: Call> Future for Check<C> {
                             this.ticket = None;
                             break Err(RedisError::breaker_open(retry_after));
                         }
-                        this.stage = Stage::asking(&this.node, place, |node, place| ask(node, question, place));
+                        this.stage = Stage::asking(&this.node, By::Hash, question, place);
                     }
                     Poll::Ready(Err(error)) => break Err(error),
                     Poll::Pending => {
                         this.stage = Stage::Entering(question, entering);
+                        return Poll::Pending;
+                    }
+                },
+                // Waiting => New | Done
+                Stage::Waiting(mut waiting) => match waiting.poll(cx) {
+                    Poll::Ready(Told::End(result, generation)) => {
+                        if result.as_ref().is_err_and(|error| error.kind() == RedisErrorKind::BreakerOpen) {
+                            this.ticket = None;
+                        }
+                        on = generation;
+                        break result;
+                    }
+                    Poll::Ready(Told::Again(question)) => this.stage = Stage::New(question),
+                    Poll::Pending => {
+                        this.stage = Stage::Waiting(waiting);
                         return Poll::Pending;
                     }
                 },
@@ -326,8 +365,7 @@ impl<C: Call> Future for Check<C> {
                         break result;
                     }
                     Poll::Ready(Asked::NoScript(question, place)) => {
-                        this.stage =
-                            Stage::asking(&this.node, place, |node, place| ask_with_the_script(node, question, place));
+                        this.stage = Stage::asking(&this.node, By::Source, question, place);
                     }
                     Poll::Pending => {
                         this.stage = Stage::Asking(asking, generation);
@@ -350,12 +388,9 @@ impl<C: Call> Future for Check<C> {
 }
 
 impl<C: Call> Stage<C> {
-    fn asking<F>(node: &Arc<Node>, place: Place, ask: impl FnOnce(Arc<Node>, Place) -> F) -> Self
-    where
-        F: Future<Output = Asked<C>> + Send + 'static,
-    {
+    fn asking(node: &Arc<Node>, by: By, question: Question<C>, place: Place) -> Self {
         let generation = place.wire.generation();
-        Self::Asking(Box::pin(ask(Arc::clone(node), place)), generation)
+        Self::Asking(Box::pin(ask(Arc::clone(node), by, question, place)), generation)
     }
 }
 
@@ -367,18 +402,30 @@ impl<C: Call> Drop for Check<C> {
             late_at: ticket.began + self.patience,
             answers: self.answers,
         });
-        match (stage, Handle::try_current()) {
+        let late = |generation| given_up.and_then(|given_up| self.node.is_late(given_up, generation));
+        let early = match (stage, Handle::try_current()) {
             // What is on the wire keeps its place until it is answered, so that no more than so many are ever charged
             // after their callers have gone.
             (Stage::Asking(asking, generation), Ok(runtime)) => {
-                let given_up = given_up.and_then(|given_up| self.node.is_late(given_up, generation));
-                runtime.spawn(Arc::clone(&self.node).attend(asking, generation, given_up));
+                let asking = async move {
+                    asking.await;
+                    true
+                };
+                runtime.spawn(Arc::clone(&self.node).attend(asking, generation, late(generation)));
+                return;
             }
-            _ => {
-                if let Some(given_up) = given_up.and_then(|given_up| self.node.is_late(given_up, None)) {
-                    self.node.breaker.said_nothing(given_up.ticket, Instant::now());
+            // Its place is the carrier's.
+            (Stage::Waiting(waiting), runtime) => match (waiting.leave(), late(None), runtime) {
+                (Some(answered), Some(early), Ok(runtime)) => {
+                    runtime.spawn(Arc::clone(&self.node).attend(answered, None, Some(early)));
+                    return;
                 }
-            }
+                (_, early, _) => early,
+            },
+            _ => late(None),
+        };
+        if let Some(early) = early {
+            self.node.breaker.said_nothing(early.ticket, Instant::now());
         }
     }
 }

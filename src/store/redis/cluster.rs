@@ -13,7 +13,7 @@ use tokio::sync::{oneshot, watch};
 use tokio::time::{Instant, sleep, timeout};
 
 use super::breaker::Health;
-use super::check::{Acquire, Call, Check};
+use super::check::{Acquire, Call, Check, Way};
 use super::connection::{Access, Connection, Target};
 use super::error::{Address, Counts, Redirect, RedisError, RedisErrorKind};
 use super::node::Node;
@@ -248,19 +248,24 @@ impl Cluster {
         within: Option<Duration>,
     ) -> Result<C::Answer, RedisError> {
         let mut node = self.owner(slot).await?;
-        let (mut moving, mut redirects) = (false, 0);
+        let (mut way, mut redirects) = (Way::Any, 0);
         loop {
-            let check = Check::new(Arc::clone(&node), call.clone(), within).in_a_cluster();
-            let answer = if moving { check.of_moving_keys() } else { check }.await;
+            let answer = Check::new(Arc::clone(&node), call.clone(), within).in_a_cluster(slot, way).await;
             let Err(error) = &answer else { return answer };
             redirects += 1;
             match error.redirect().filter(|_| redirects <= REDIRECTS) {
                 Some(Redirect::Moved(address)) => {
-                    (node, moving) = (self.node(&node.resolve(address)), false);
+                    (node, way) = (self.node(&node.resolve(address)), Way::Any);
                     self.moved(slot, &node);
                 }
-                Some(Redirect::Ask(address)) => (node, moving) = (self.node(&node.resolve(address)), true),
-                Some(Redirect::TryAgain) => sleep(TRY_AGAIN).await,
+                Some(Redirect::Ask(address)) => (node, way) = (self.node(&node.resolve(address)), Way::Moving),
+                Some(Redirect::TryAgain) => {
+                    sleep(TRY_AGAIN).await;
+                    // Its own keys may be in one place, and only those of others in the call elsewhere.
+                    if way == Way::Any {
+                        way = Way::Alone;
+                    }
+                }
                 None => {
                     if error.redirect().is_some() {
                         self.counts.add(error.kind());

@@ -6,6 +6,7 @@ mod cluster;
 mod connection;
 mod denials;
 mod error;
+mod gather;
 mod node;
 mod script;
 mod sentinel;
@@ -42,6 +43,10 @@ use crate::store::Store;
 const FIRST_CONNECTION: Duration = Duration::from_millis(500);
 
 /// Buckets in Redis, shared by all instances: one script call for all charges of a request.
+///
+/// Checks that come while another is under way travel together in the next call, which takes the server a fraction of the
+/// time; a check by itself is sent at once. Each is told what a call of its own would have told it, first come first
+/// served. In a cluster those share a call whose keys are in one slot.
 ///
 /// A store is a handle: its clones share the connection. Redis 6.2 or newer, or Valkey. The script is called by its
 /// hash; where the server does not know it (after a restart, a failover or `SCRIPT FLUSH`) the call is sent once more

@@ -9,25 +9,28 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use redis::aio::ConnectionLike;
 use redis::{Cmd, ErrorKind, RedisResult, Value};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
 use super::breaker::{Breaker, Change, Health};
 use super::connection::{Connection, Generation, Open};
 use super::error::{Address, Counts, RedisError, RedisErrorKind};
+use super::gather::Gather;
 use crate::log;
 
 /// Checks on the wire: what is charged at most after all callers have given up.
-const ON_THE_WIRE: usize = 64;
+pub(super) const ON_THE_WIRE: usize = 64;
 /// Checks that wait for a place on the wire. One more is refused at once.
-const WAITING: usize = 4096;
+pub(super) const WAITING: usize = 4096;
 
 /// One server.
 pub(super) struct Node {
     link: Link,
     pub(super) breaker: Breaker,
-    places: Arc<Semaphore>,
+    pub(super) places: Arc<Semaphore>,
+    /// Those that wait for a place by themselves.
     waiting: AtomicUsize,
+    pub(super) gather: Gather,
     /// Counts the answers that came while their callers waited. A server that gives any has not failed those that it
     /// answers later.
     pub(super) answers: AtomicU64,
@@ -62,6 +65,18 @@ impl<C: ConnectionLike + Clone + Send + Sync + 'static> Given for C {
     }
 }
 
+fn few_answers() -> redis::RedisError {
+    (ErrorKind::UnexpectedReturnType, "one answer to one command").into()
+}
+
+/// A server's error comes as a value. Those within an answer are a matter of whoever reads it.
+fn server_error(answer: Value) -> RedisResult<Value> {
+    match answer {
+        Value::ServerError(error) => Err(error.into()),
+        answer => Ok(answer),
+    }
+}
+
 impl Wire {
     /// Sends a command and waits for its answer.
     pub(super) async fn ask(&mut self, cmd: Cmd) -> RedisResult<Value> {
@@ -69,8 +84,31 @@ impl Wire {
             Self::Own(open) => open.inner.send_packed_command(&cmd).await,
             Self::Given(connection) => connection.ask(&cmd).await,
         };
-        // A server's error comes as a value.
-        answer.and_then(Value::extract_error)
+        answer.and_then(server_error)
+    }
+
+    /// Sends commands, one after the other in one go, and waits for the answer to each.
+    pub(super) async fn ask_all(&mut self, mut cmds: Vec<Cmd>) -> Vec<RedisResult<Value>> {
+        let Self::Own(open) = self else {
+            let mut answers = Vec::with_capacity(cmds.len());
+            for cmd in cmds {
+                answers.push(self.ask(cmd).await);
+            }
+            return answers;
+        };
+        if cmds.len() == 1
+            && let Some(cmd) = cmds.pop()
+        {
+            return vec![self.ask(cmd).await];
+        }
+        let mut pipeline = redis::Pipeline::with_capacity(cmds.len());
+        let count = cmds.len();
+        cmds.into_iter().for_each(|cmd| _ = pipeline.add_command(cmd));
+        match open.inner.send_packed_commands(&pipeline, 0, count).await {
+            Ok(answers) if answers.len() == count => answers.into_iter().map(server_error).collect(),
+            Ok(_) => vec![Err(few_answers()); count],
+            Err(error) => vec![Err(error); count],
+        }
     }
 
     /// The same for a key that is on its way to this server.
@@ -80,8 +118,7 @@ impl Wire {
         let mut pipeline = redis::pipe();
         pipeline.add_command(Cmd::new().arg("ASKING").take()).add_command(cmd);
         let mut answers = open.inner.send_packed_commands(&pipeline, 1, 1).await?;
-        let wrong = || (ErrorKind::UnexpectedReturnType, "one answer to one command").into();
-        answers.pop().ok_or_else(wrong).and_then(Value::extract_error)
+        answers.pop().ok_or_else(few_answers).and_then(server_error)
     }
 
     pub(super) fn generation(&self) -> Option<Generation> {
@@ -110,6 +147,7 @@ impl Node {
             breaker: Breaker::new(Instant::now()),
             places: Arc::new(Semaphore::new(ON_THE_WIRE)),
             waiting: AtomicUsize::new(0),
+            gather: Gather::new(Instant::now()),
             answers: AtomicU64::new(0),
             losses: AtomicU64::new(0),
             counts,
@@ -163,18 +201,50 @@ impl Node {
     /// Waits for a place on the wire and for the wire. Nothing is sent.
     pub(super) async fn enter(self: Arc<Self>) -> Result<Place, RedisError> {
         let permit = match Arc::clone(&self.places).try_acquire_owned() {
-            Ok(permit) => permit,
+            Ok(permit) => Ok(permit),
             Err(_) => {
-                let _waiting = Waiting::new(&self.waiting).ok_or(RedisError::new(RedisErrorKind::Crowded))?;
-                let permit = Arc::clone(&self.places).acquire_owned().await;
-                permit.map_err(|_| RedisError::new(RedisErrorKind::Crowded))?
+                let waiting = Waiting::new(&self.waiting, self.gather.waiting());
+                let _waiting = waiting.ok_or(RedisError::new(RedisErrorKind::Crowded))?;
+                Arc::clone(&self.places).acquire_owned().await
             }
         };
+        self.place(permit).await
+    }
+
+    /// The same for those that wait together.
+    pub(super) async fn enter_for_others(&self) -> Result<Place, RedisError> {
+        self.place(Arc::clone(&self.places).acquire_owned().await).await
+    }
+
+    async fn place(&self, permit: Result<OwnedSemaphorePermit, AcquireError>) -> Result<Place, RedisError> {
+        // The places are never closed.
+        let permit = permit.map_err(|_| RedisError::new(RedisErrorKind::Crowded))?;
         let wire = match &self.link {
             Link::Own(connection) => Wire::Own(connection.open().await.map_err(RedisError::unsent)?),
             Link::Given(connection) => Wire::Given(Arc::clone(connection)),
         };
-        Ok(Place { wire, _permit: permit })
+        Ok(Place { wire, permit, requests: 1 })
+    }
+
+    /// How many wait for a place by themselves.
+    pub(super) fn waiting(&self) -> usize {
+        self.waiting.load(Ordering::Relaxed)
+    }
+
+    /// Whether nobody is on the wire, or waits.
+    pub(super) fn is_idle(&self) -> bool {
+        self.places.available_permits() == ON_THE_WIRE && self.gather.is_idle()
+    }
+
+    /// Makes a place one for as many requests, or for fewer where there are not as many places. For how many it is.
+    pub(super) fn widen(&self, place: &mut Place, requests: usize) -> usize {
+        let more = self.places.available_permits().min(requests.saturating_sub(place.requests));
+        // Another may have been quicker.
+        if let Ok(permits) = Arc::clone(&self.places).try_acquire_many_owned(more as u32) {
+            place.permit.merge(permits);
+            place.requests += more;
+        }
+        place.requests
     }
 
     /// A place on the wire, if there is one at this moment.
@@ -184,7 +254,7 @@ impl Node {
             Link::Own(connection) => Wire::Own(connection.now()?),
             Link::Given(connection) => Wire::Given(Arc::clone(connection)),
         };
-        Some(Place { wire, _permit: permit })
+        Some(Place { wire, permit, requests: 1 })
     }
 
     /// The connection of that generation is of no use any more.
@@ -227,10 +297,10 @@ impl fmt::Debug for Node {
 struct Waiting<'a>(&'a AtomicUsize);
 
 impl<'a> Waiting<'a> {
-    fn new(waiting: &'a AtomicUsize) -> Option<Self> {
+    fn new(waiting: &'a AtomicUsize, others: usize) -> Option<Self> {
         let one = Self(waiting);
         // Dropped, and so taken back, where there are too many.
-        (waiting.fetch_add(1, Ordering::Relaxed) < WAITING).then_some(one)
+        (waiting.fetch_add(1, Ordering::Relaxed) + others < WAITING).then_some(one)
     }
 }
 
@@ -243,5 +313,15 @@ impl Drop for Waiting<'_> {
 /// A place on the wire: kept until the answer has come, whoever waits for it by then.
 pub(super) struct Place {
     pub(super) wire: Wire,
-    _permit: OwnedSemaphorePermit,
+    permit: OwnedSemaphorePermit,
+    /// For so many.
+    requests: usize,
+}
+
+impl Place {
+    /// Leaves places to others that so many requests do not need.
+    pub(super) fn narrow(&mut self, requests: usize) {
+        drop(self.permit.split(self.requests.saturating_sub(requests)));
+        self.requests = self.requests.min(requests);
+    }
 }

@@ -1,12 +1,14 @@
 //! What is sent to `lua/token_bucket.lua`, and what its answer means.
 
+use std::collections::HashMap;
 use std::fmt::{self, Write as _};
 use std::sync::Arc;
 
 use redis::{Cmd, Value};
 use smallvec::SmallVec;
 
-use super::check::Call;
+use super::check::{Acquire, Call};
+use super::error::{RedisError, RedisErrorKind};
 use crate::bucket;
 use crate::charge::{Amount, Charge};
 use crate::decision::{Decision, Reply};
@@ -18,6 +20,14 @@ use crate::quota::Quota;
 
 const SOURCE: &str = include_str!("../../../lua/token_bucket.lua");
 const PACE: &str = include_str!("../../../lua/pace.lua");
+
+/// How a script is called.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum By {
+    Hash,
+    /// With the script itself.
+    Source,
+}
 
 /// The scripts, and how buckets are named.
 #[derive(Clone)]
@@ -46,24 +56,11 @@ impl Script {
         Self { secret: Some(SecretKey::new(secret)), ..self.clone() }
     }
 
-    /// The call by the script's hash.
-    pub(super) fn evalsha(&self, charges: &[Charge]) -> Cmd {
+    /// The call for one request: by the script's hash, or with the script itself. KEYS and ARGV are as the header of the
+    /// script says.
+    pub(super) fn call(&self, by: By, charges: &[Charge]) -> Cmd {
         let mut cmd = Cmd::new();
-        cmd.arg("EVALSHA").arg(&self.hash);
-        self.arguments(&mut cmd, charges);
-        cmd
-    }
-
-    /// The same call with the script itself.
-    pub(super) fn eval(&self, charges: &[Charge]) -> Cmd {
-        let mut cmd = Cmd::new();
-        cmd.arg("EVAL").arg(SOURCE);
-        self.arguments(&mut cmd, charges);
-        cmd
-    }
-
-    /// KEYS and ARGV, as the header of the script says.
-    fn arguments(&self, cmd: &mut Cmd, charges: &[Charge]) {
+        self.write_verb(&mut cmd, by);
         cmd.arg(charges.len());
         let mut text = String::with_capacity(128);
         for charge in charges {
@@ -75,22 +72,15 @@ impl Script {
             // One request of that many charges.
             cmd.arg(1).arg(charges.len());
         }
-        for charge in charges {
-            let quota = charge.quota();
-            let (kind, tokens) = match charge.amount() {
-                Amount::Take(_) if charge.is_too_dear() => ("refuse", 0),
-                Amount::Take(tokens) => ("take", tokens),
-                Amount::Spend(tokens) => ("spend", tokens),
-                Amount::Give(tokens) => ("give", tokens),
-                Amount::Peek => ("peek", 0),
-            };
-            text.clear();
-            let _ = write!(text, "{}{kind}", if charge.is_shadow() { "shadow " } else { "" });
-            cmd.arg(&text).arg(bucket::units(tokens, &quota));
-            text.clear();
-            let _ = write!(text, ":{}:{}:{}:", quota.capacity(), quota.tokens(), quota.per_us());
-            cmd.arg(&text).arg(quota.full()).arg(quota.tokens());
-        }
+        write_charges(&mut cmd, &mut text, charges);
+        cmd
+    }
+
+    fn write_verb(&self, cmd: &mut Cmd, by: By) {
+        match by {
+            By::Hash => cmd.arg("EVALSHA").arg(&self.hash),
+            By::Source => cmd.arg("EVAL").arg(SOURCE),
+        };
     }
 
     /// A call of `lua/pace.lua`, by its hash or with the script itself.
@@ -163,59 +153,165 @@ impl PaceCall {
 impl Call for PaceCall {
     type Answer = PaceReply;
 
-    fn evalsha(&self) -> Cmd {
-        self.script.pace("EVALSHA", &self.script.pace_hash, &self.pacing)
+    fn command(&self, by: By) -> Cmd {
+        match by {
+            By::Hash => self.script.pace("EVALSHA", &self.script.pace_hash, &self.pacing),
+            By::Source => self.script.pace("EVAL", PACE, &self.pacing),
+        }
     }
 
-    fn eval(&self) -> Cmd {
-        self.script.pace("EVAL", PACE, &self.pacing)
-    }
-
-    fn read(&self, answer: &Value) -> Option<PaceReply> {
-        let Value::Array(values) = answer else { return None };
-        let [Value::Int(allowed), Value::Int(level), Value::Int(ahead), Value::Int(rate), Value::Int(floored)] =
-            values[..]
-        else {
-            return None;
+    fn read(&self, answer: &Value) -> Result<PaceReply, RedisError> {
+        let reply = || {
+            let Value::Array(values) = answer else { return None };
+            let [Value::Int(allowed), Value::Int(level), Value::Int(ahead), Value::Int(rate), Value::Int(floored)] =
+                values[..]
+            else {
+                return None;
+            };
+            let settings = &self.pacing.settings;
+            let rate = u64::try_from(rate).ok().filter(|rate| (settings.floor..=settings.ceiling).contains(rate))?;
+            let (ahead_us, floored_us) = (u64::try_from(ahead).ok()?, u64::try_from(floored).ok());
+            Some(PaceReply { allowed: allowed == 1, level, ahead_us, rate, floored_us })
         };
-        let settings = &self.pacing.settings;
-        let rate = u64::try_from(rate).ok().filter(|rate| (settings.floor..=settings.ceiling).contains(rate))?;
-        let (ahead_us, floored_us) = (u64::try_from(ahead).ok()?, u64::try_from(floored).ok());
-        Some(PaceReply { allowed: allowed == 1, level, ahead_us, rate, floored_us })
+        reply().ok_or(RedisError::new(RedisErrorKind::Reply))
     }
 }
 
-/// The decision that an answer gives: `None` for any that the script does not give.
-pub(super) fn decision(charges: &[Charge], answer: &Value) -> Option<Decision> {
-    let mut numbers: SmallVec<[i64; 4]> = SmallVec::new();
-    match answer {
-        Value::Int(number) => numbers.push(*number),
-        Value::Array(values) => {
-            for value in values {
-                let Value::Int(number) = value else { return None };
-                numbers.push(*number);
+/// The values of each charge in ARGV.
+fn write_charges(cmd: &mut Cmd, text: &mut String, charges: &[Charge]) {
+    for charge in charges {
+        let quota = charge.quota();
+        let (kind, tokens) = match charge.amount() {
+            Amount::Take(_) if charge.is_too_dear() => ("refuse", 0),
+            Amount::Take(tokens) => ("take", tokens),
+            Amount::Spend(tokens) => ("spend", tokens),
+            Amount::Give(tokens) => ("give", tokens),
+            Amount::Peek => ("peek", 0),
+        };
+        text.clear();
+        let _ = write!(text, "{}{kind}", if charge.is_shadow() { "shadow " } else { "" });
+        cmd.arg(&*text).arg(bucket::units(tokens, &quota));
+        text.clear();
+        let _ = write!(text, ":{}:{}:{}:", quota.capacity(), quota.tokens(), quota.per_us());
+        cmd.arg(&*text).arg(quota.full()).arg(quota.tokens());
+    }
+}
+
+/// A call for many requests, and which part of its answer is each one's. The result is that of a call for each, in order:
+/// what is changed is only the order of those that have no bucket in common.
+pub(super) fn call_for_all(by: By, requests: &[&Acquire]) -> (Cmd, Vec<Part>) {
+    let total = requests.iter().map(|request| request.charges.len()).sum();
+    if let [request] = requests {
+        return (request.script.call(by, &request.charges), vec![Part { place: 0, total }]);
+    }
+    let mut text = String::with_capacity(64 * total);
+    let mut ends = Vec::with_capacity(total);
+    for request in requests {
+        for charge in &request.charges {
+            request.script.write_key(&mut text, charge);
+            ends.push(text.len());
+        }
+    }
+    let key = |i: usize| &text[i.checked_sub(1).map_or(0, |before| ends[before])..ends[i]];
+    // Buckets by number, in the order in which they are named first.
+    let mut numbers = HashMap::with_capacity(total);
+    let buckets: Vec<usize> = (0..total)
+        .map(|i| {
+            let next = numbers.len();
+            *numbers.entry(key(i)).or_insert(next)
+        })
+        .collect();
+
+    // Requests that make the same charges are a run. One joins an earlier run where none after that names its buckets.
+    let mut runs: Vec<Vec<(usize, usize)>> = Vec::new();
+    let mut last = vec![0; numbers.len()];
+    let mut first = 0;
+    for (i, request) in requests.iter().enumerate() {
+        let of_it = &buckets[first..first + request.charges.len()];
+        let from = of_it.iter().map(|bucket| last[*bucket]).max().unwrap_or(0);
+        let same = |run: &usize| is_same(&requests[runs[*run][0].0].charges, &request.charges);
+        let run = (from..runs.len()).find(same).unwrap_or(runs.len());
+        if run == runs.len() {
+            runs.push(Vec::new());
+        }
+        runs[run].push((i, first));
+        of_it.iter().for_each(|bucket| last[*bucket] = run);
+        first += of_it.len();
+    }
+
+    let mut cmd = Cmd::with_capacity(3 + total + 7 * runs.len(), text.len() + 128 * runs.len() + 128);
+    requests[0].script.write_verb(&mut cmd, by);
+    cmd.arg(total);
+    let mut parts = vec![Part { place: 0, total }; requests.len()];
+    let mut place = 0;
+    for run in &mut runs {
+        if requests[run[0].0].charges.len() == 1 {
+            // Those of one bucket are one read and one write where they follow each other.
+            run.sort_by_key(|(_, first)| buckets[*first]);
+        }
+        for (request, first) in run {
+            parts[*request].place = place;
+            for i in *first..*first + requests[*request].charges.len() {
+                cmd.arg(key(i));
+                place += 1;
             }
         }
-        Value::BulkString(text) if charges.len() == 2 => {
-            for number in std::str::from_utf8(text).ok()?.split(' ') {
-                numbers.push(number.parse().ok()?);
-            }
+    }
+    let mut text = String::with_capacity(64);
+    for run in &runs {
+        let charges = &requests[run[0].0].charges;
+        cmd.arg(run.len()).arg(charges.len());
+        write_charges(&mut cmd, &mut text, charges);
+    }
+    (cmd, parts)
+}
+
+/// Whether these are the same charges, on whatever buckets.
+fn is_same(some: &[Charge], others: &[Charge]) -> bool {
+    let what = |charge: &Charge| (charge.amount(), charge.is_shadow(), charge.quota());
+    some.len() == others.len() && some.iter().zip(others).all(|(a, b)| what(a) == what(b))
+}
+
+/// Which charges of an answer are meant: all of a call for one request, some of a call for many.
+#[derive(Clone, Copy)]
+pub(super) struct Part {
+    /// The first.
+    pub(super) place: usize,
+    /// How many the call made.
+    pub(super) total: usize,
+}
+
+/// What an answer says to these charges. An error in the place of a reply is theirs alone.
+pub(super) fn decision(charges: &[Charge], answer: &Value, part: Part) -> Result<Decision, RedisError> {
+    let wrong = || RedisError::new(RedisErrorKind::Reply);
+    let texts: SmallVec<[&str; 2]> = match answer {
+        Value::BulkString(text) if part.total == 2 => {
+            std::str::from_utf8(text).map_err(|_| wrong())?.split(' ').collect()
         }
-        _ => return None,
+        _ => SmallVec::new(),
+    };
+    let values = if let Value::Array(values) = answer { values } else { std::slice::from_ref(answer) };
+    let count = values.len().max(texts.len());
+    let is_ahead = count == 2 * part.total;
+    if count != part.total && !is_ahead {
+        return Err(wrong());
     }
-    let ahead = if numbers.len() == charges.len() { &[] } else { numbers.get(charges.len()..)? };
-    if !ahead.is_empty() && ahead.len() != charges.len() {
-        return None;
-    }
+    let number = |place: usize| match (texts.get(place), values.get(place)) {
+        (Some(text), _) => text.parse().map_err(|_| wrong()),
+        (None, Some(Value::Int(number))) => Ok(*number),
+        (None, Some(Value::ServerError(error))) => Err(RedisError::sent(error.clone().into())),
+        (None, _) => Err(wrong()),
+    };
     let mut replies: SmallVec<[Reply; 2]> = SmallVec::new();
-    for (i, charge) in charges.iter().enumerate() {
-        let (level, allowed) = (numbers[i].div_euclid(2), numbers[i].rem_euclid(2) == 1);
-        let ahead_us = ahead.get(i).map_or(Some(0), |ahead| u64::try_from(*ahead).ok())?;
+    for (place, charge) in (part.place..).zip(charges) {
+        let reply: i64 = number(place)?;
+        let ahead = if is_ahead { number(part.total + place)? } else { 0 };
+        let (level, allowed) = (reply.div_euclid(2), reply.rem_euclid(2) == 1);
         let full = charge.quota().full();
         if !(-full..=full).contains(&level) {
-            return None;
+            return Err(wrong());
         }
-        replies.push(Reply::new(level, allowed, ahead_us));
+        replies.push(Reply::new(level, allowed, u64::try_from(ahead).map_err(|_| wrong())?));
     }
-    Decision::new(charges, &replies)
+    Decision::new(charges, &replies).ok_or_else(wrong)
 }

