@@ -64,6 +64,7 @@ mod identity;
 mod losses;
 mod memory;
 mod outbound;
+mod outbound_faults;
 mod pace;
 mod peer;
 mod plumbing;
