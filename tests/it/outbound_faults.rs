@@ -160,6 +160,21 @@ async fn senders_with_two_capacities_send_no_more_than_the_larger_allows() {
     assert!(sent <= most, "{sent} in {:?}, where {most} are allowed", began.elapsed());
 }
 
+/// As while `adaptive` is being rolled out.
+#[tokio::test(start_paused = true)]
+async fn senders_of_which_some_adapt_share_one_bucket() {
+    let store = MemoryStore::new();
+    let plain = Limiter::new(store.clone(), NAME, b(10, 10));
+    let adapts = Limiter::new(store, NAME, b(10, 10)).adaptive(AdaptiveRate::below(10.0));
+    let mut sent = 0;
+    for limiter in [plain, adapts] {
+        while limiter.try_acquire(key(), 1).await.is_ok() {
+            sent += 1;
+        }
+    }
+    assert_eq!(sent, 10);
+}
+
 /// A store that fails, a little later.
 #[derive(Clone)]
 struct Broken;
@@ -278,6 +293,26 @@ fn rates_that_adapt_fit_into_the_bound_of_a_memory_store() {
     });
     let kept = counted.bytes_current;
     assert!(kept < 1 << 20, "{kept} bytes are kept for 64 buckets");
+}
+
+/// While Redis answers, senders give no more than its buckets hold, however many keys are waited for at a time: those
+/// that wait can wait for a place on the wire as well.
+#[tokio::test]
+async fn many_keys_at_a_time_are_no_outage_of_redis() {
+    const KEYS: u64 = 8_000;
+    let server = Server::start();
+    let mut tasks = tokio::task::JoinSet::new();
+    for _ in 0..2 {
+        let store = RedisStore::connect(&server.url()).await.unwrap();
+        let quota = Quota::per_hour(1);
+        let limiter = Limiter::new(store, NAME, quota.with_capacity(1)).deadline(s(60)).max_wait(s(60));
+        for endpoint in 0..KEYS {
+            let limiter = limiter.clone();
+            tasks.spawn(async move { limiter.acquire(BucketKey::id(endpoint.to_le_bytes()), 1).await.is_ok() });
+        }
+    }
+    let given = tasks.join_all().await.into_iter().filter(|given| *given).count();
+    assert_eq!(given as u64, KEYS, "of one token for each key");
 }
 
 // What a peer says.
