@@ -340,3 +340,263 @@ fn a_rate_is_lowered_by_whatever_factor_is_allowed() {
         assert!(rate < 10_000, "{rate}");
     }
 }
+
+// What holds.
+
+/// A peer that answers each request with the next of these.
+fn peer(
+    answers: Vec<Response<()>>,
+) -> impl tower::Service<Request<()>, Response = Response<()>, Error = io::Error, Future: Send> + Clone {
+    let answers = Arc::new(std::sync::Mutex::new(answers.into_iter()));
+    service_fn(move |_: Request<()>| {
+        let next = answers.lock().unwrap().next();
+        async move { next.ok_or_else(|| io::Error::other("no more is answered")) }
+    })
+}
+
+fn request() -> Request<()> {
+    Request::get("http://peer.example/").body(()).unwrap()
+}
+
+#[tokio::test(start_paused = true)]
+async fn whatever_a_peer_says_its_response_is_handed_on_and_nothing_lasts_longer_than_an_hour() {
+    let mut values: Vec<Vec<u8>> = [
+        "",
+        " ",
+        "-1",
+        "+1",
+        "0",
+        "1e9",
+        "1.5",
+        "٣",
+        "3600",
+        "3601",
+        "18446744073709551615",
+        "18446744073709551616",
+        "99999999999999999999999999999999999999",
+        "Thu, 01 Jan 1970 00:00:00 GMT",
+        "Fri, 31 Dec 9999 23:59:59 GMT",
+        "Sun, 31 Feb 2027 10:00:00 GMT",
+        "Mon, 00 Jan 0000 00:00:00 GMT",
+        "\"a\";r=0;t=999999999999999",
+        "\"a\";r=0;t=-1",
+        "\"a\";r=-999999999999999;t=5",
+        "\"a\";r=0;t=9999999999999999",
+        "\"a\";r=0;t=1.5",
+        "limit=1, remaining=0, reset=999999999999999",
+        "remaining=?1, reset=:AAAA:",
+        "((((((((",
+        "\"unended",
+        "a;r=0;t=7, a;r=0;t=7",
+        ",,,",
+        "\"é\";r=0;t=9",
+    ]
+    .iter()
+    .map(|value| value.as_bytes().to_vec())
+    .collect();
+    values.push(vec![0xff; 300]);
+    values.push("\"a\";r=0;t=9, ".repeat(4_000).into_bytes());
+    values.push(b"(".repeat(60_000));
+    values.push(b"9".repeat(60_000));
+    for value in values {
+        for status in [200, 204, 301, 429, 500, 503] {
+            for name in ["retry-after", "ratelimit", "ratelimit-reset", "x-ratelimit-reset", "x-ratelimit-remaining"] {
+                for lines in [1, 3] {
+                    let mut answer = Response::builder().status(status);
+                    for other in ["ratelimit-remaining", "x-ratelimit-remaining"] {
+                        answer = answer.header(other, "0");
+                    }
+                    for _ in 0..lines {
+                        answer = answer.header(name, http::HeaderValue::from_bytes(&value).unwrap());
+                    }
+                    let limiter = Limiter::new(MemoryStore::new(), NAME, b(10, 10)).adaptive(AdaptiveRate::below(10.0));
+                    let peer = peer(vec![answer.body(()).unwrap()]);
+                    let client = ThrottleLayer::new(limiter.clone()).read_ratelimit_fields().layer(peer);
+                    let response = client.oneshot(request()).await.unwrap();
+                    assert_eq!(response.status(), status);
+                    let state = limiter.rate_state(key()).await.unwrap();
+                    let value = String::from_utf8_lossy(&value[..value.len().min(40)]).into_owned();
+                    assert!(state.cooldown <= s(3600), "{status} {name}: {value} × {lines}: {state:?}");
+                    assert!(state.rate >= 0.1 && (status == 429 || status == 503 || state.rate == 10.0), "{state:?}");
+                }
+            }
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_cooldown_longer_than_anybody_waits_is_told_to_the_microsecond_and_nothing_is_sent_before_its_end() {
+    let refused = Response::builder().status(429).header("retry-after", "60").body(()).unwrap();
+    let limiter = Limiter::new(MemoryStore::new(), NAME, b(10, 10)).adaptive(AdaptiveRate::below(10.0));
+    let client = ThrottleLayer::new(limiter).layer(peer(vec![refused, Response::new(())]));
+    assert_eq!(client.clone().oneshot(request()).await.unwrap().status(), 429);
+    let began = Instant::now();
+    for passed in [0, 1, 59] {
+        sleep(began + s(passed) - Instant::now()).await;
+        let error = client.clone().oneshot(request()).await;
+        if passed < 55 {
+            let Err(tower_token_bucket::outbound::ThrottleError::Acquire(error)) = error else { panic!("{error:?}") };
+            assert_eq!(error.retry_after(), Some(ms(60_200) - s(passed)), "at 5 a second from the end on");
+            assert_eq!(began.elapsed(), s(passed), "at once");
+        } else {
+            assert_eq!(error.unwrap().status(), 200);
+            assert_eq!(began.elapsed(), ms(60_200));
+        }
+    }
+}
+
+async fn extremes<St: Store>(limiter: Limiter<St>) {
+    for cost in [11, 1 << 31, u64::MAX] {
+        let error = limiter.acquire(key(), cost).await.unwrap_err();
+        assert_eq!(error, AcquireError::TooDear { cost, capacity: 10 });
+    }
+    assert_eq!(limiter.acquire(key(), 0).await, Ok(Duration::ZERO));
+    limiter.acquire(key(), 10).await.unwrap();
+    limiter.refused(key(), Some(Duration::MAX)).await.unwrap();
+    limiter.pause(key(), Duration::MAX).await.unwrap();
+    let cooldown = limiter.rate_state(key()).await.unwrap().cooldown;
+    assert!(cooldown <= s(3600) && cooldown > s(3590), "{cooldown:?}");
+    let error = limiter.try_acquire(key(), 1).await.unwrap_err();
+    assert!(error.retry_after() > Some(s(3590)), "{error}");
+    // For ever; nobody would live to see it.
+    assert!(timeout(ms(100), limiter.acquire(key(), 10)).await.is_err());
+}
+
+#[tokio::test]
+async fn settings_and_times_that_are_as_large_as_can_be_are_no_fault() {
+    let server = Server::start();
+    let rate = AdaptiveRate { ceiling: 1e6, floor: 1e6, decrease: 0.0, increase: 8.0 };
+    let quota = Quota::per_second(10);
+    let memory = Limiter::new(MemoryStore::new(), NAME, quota).adaptive(rate);
+    extremes(memory.max_wait(Duration::MAX).deadline(Duration::MAX).max_waiters(usize::MAX).share(u32::MAX)).await;
+    let redis = in_redis(&server.url(), quota, rate).await;
+    extremes(redis.max_wait(Duration::MAX).deadline(Duration::MAX).max_waiters(usize::MAX).share(u32::MAX)).await;
+    let slow = AdaptiveRate { ceiling: 0.001, floor: 0.0, decrease: 0.0, increase: 8.0 };
+    let slow = Limiter::new(MemoryStore::new(), NAME, Quota::per_second(2_251_799)).adaptive(slow);
+    slow.acquire(key(), 2_251_799).await.unwrap();
+    let error = slow.acquire(key(), 2_251_799).await.unwrap_err();
+    assert!(error.retry_after() > Some(s(2_251_798_000)), "{error}");
+}
+
+#[tokio::test]
+async fn whatever_happens_to_a_bucket_in_redis_its_waiters_get_tokens_and_nobody_waits_for_ever() {
+    let server = Server::start();
+    let limiter = in_redis(&server.url(), b(1, 20), AdaptiveRate::below(20.0)).await.deadline(s(5)).share(10);
+    limiter.acquire(key(), 1).await.unwrap();
+    let name = server.keys()[0].clone();
+    let faults: [&[&str]; 7] = [
+        &["SCRIPT", "FLUSH"],
+        &["FLUSHALL"],
+        &["SET", &name, "something else", "PX", "300"],
+        &["SET", &name, "1:2:3", "PX", "300"],
+        &["SET", &name, "1796049415052425:14315500:5500:1796049414868004:1796049413868004:1:1:0:0", "PX", "300"],
+        &["DEL", &name],
+        &["CONFIG", "RESETSTAT"],
+    ];
+    for fault in faults {
+        let waiting: Vec<_> = (0..6)
+            .map(|_| {
+                let limiter = limiter.clone();
+                tokio::spawn(async move { limiter.acquire(key(), 1).await })
+            })
+            .collect();
+        sleep(ms(60)).await;
+        server.query(fault);
+        for waits in waiting {
+            let waited = timeout(s(20), waits).await.expect("for ever").unwrap();
+            assert!(waited.is_ok(), "{fault:?}: {waited:?}");
+        }
+    }
+    server.query(&["DEL", &name]);
+    server.query(&["RPUSH", &name, "another type"]);
+    limiter.try_acquire(key(), 1).await.unwrap_or_else(|error| assert!(error.retry_after().is_some(), "{error}"));
+    assert!(limiter.try_acquire(BucketKey::id("another"), 1).await.is_ok(), "one key says nothing of others");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hook_may_call_the_limiter_and_let_go_of_others() {
+    let own: Arc<std::sync::OnceLock<Limiter<MemoryStore>>> = Arc::default();
+    let (of_hook, told) = (Arc::clone(&own), Arc::new(AtomicU64::new(0)));
+    let times = Arc::clone(&told);
+    let limiter = Limiter::new(MemoryStore::new(), NAME, b(2, 10)).adaptive(AdaptiveRate::below(10.0)).on_event(
+        move |key, event| {
+            times.fetch_add(1, Relaxed);
+            let (limiter, key) = (of_hook.get().unwrap().clone(), *key);
+            if let Event::Acquired { cost: 1, .. } = event {
+                // Joins the queue, and leaves it at once.
+                let mut acquire = Box::pin(limiter.acquire(key, 2));
+                let waker = std::task::Waker::noop();
+                assert!(acquire.as_mut().poll(&mut std::task::Context::from_waker(waker)).is_pending());
+                drop(acquire);
+                tokio::spawn(async move { limiter.pause(key, ms(10)).await });
+            }
+        },
+    );
+    own.set(limiter.clone()).unwrap();
+    for _ in 0..20 {
+        limiter.acquire(key(), 1).await.unwrap();
+    }
+    assert!(told.load(Relaxed) > 40);
+}
+
+/// What is given is what the model of a bucket gives, with those that leave at any time and cooldowns in between.
+#[tokio::test(start_paused = true)]
+async fn of_those_that_leave_nothing_is_given_twice_and_the_others_are_all_served() {
+    let steady = AdaptiveRate { floor: 40.0, ..AdaptiveRate::below(40.0) };
+    for seed in 0..20u64 {
+        let (store, began) = (MemoryStore::new(), Instant::now());
+        let limiter = Limiter::new(store, NAME, b(5, 40)).adaptive(steady).max_wait(s(3600));
+        let mut random = crate::arithmetic::Rng::new(seed);
+        let mut tasks = tokio::task::JoinSet::new();
+        let mut stay = 0;
+        for _ in 0..300 {
+            let (cost, starts, leaves) = (1 + random.below(5), random.below(5_000), random.below(6_000));
+            let leaves = (random.below(2) == 0).then_some(leaves);
+            stay += usize::from(leaves.is_none());
+            let limiter = limiter.clone();
+            tasks.spawn(async move {
+                sleep(ms(starts)).await;
+                let acquire = limiter.acquire(key(), cost);
+                let given = match leaves {
+                    Some(leaves) => timeout(ms(leaves), acquire).await.is_ok_and(|given| given.is_ok()),
+                    None => acquire.await.is_ok(),
+                };
+                let stays = leaves.is_none();
+                given.then(|| (began.elapsed().as_micros() as u64 + US, cost, stays))
+            });
+        }
+        let mut cooldowns = Vec::new();
+        for _ in 0..5 {
+            sleep(ms(900)).await;
+            limiter.refused(key(), Some(ms(300))).await.unwrap();
+            cooldowns.push(began.elapsed().as_micros() as u64 + US);
+        }
+        let mut given: Vec<_> = tasks.join_all().await.into_iter().flatten().collect();
+        assert_eq!(given.iter().filter(|given| given.2).count(), stay, "seed {seed}: who stays is served");
+        given.sort_unstable();
+        let mut model = RateModel::try_new(5, steady).unwrap();
+        let mut cooldowns = cooldowns.into_iter().peekable();
+        for (at, cost, _) in given {
+            while let Some(began) = cooldowns.next_if(|began| *began < at) {
+                model.refused(Some(300_000), 0, began);
+            }
+            assert!(model.take(cost, at).is_allowed(), "seed {seed}: {cost} at {at}");
+        }
+    }
+}
+
+#[test]
+fn one_runtime_ends_and_those_of_another_are_served_again_where_the_rate_adapts() {
+    let runtime = || tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    let limiter = Limiter::new(MemoryStore::new(), NAME, b(1, 10)).adaptive(AdaptiveRate::below(10.0));
+    let (first, second) = (runtime(), runtime());
+    first.block_on(async {
+        limiter.acquire(key(), 1).await.unwrap();
+        let limiter = limiter.clone();
+        tokio::spawn(async move { limiter.acquire(key(), 1).await });
+        tokio::task::yield_now().await;
+    });
+    drop(first);
+    let waited = second.block_on(async { timeout(s(10), limiter.acquire(key(), 1)).await });
+    assert!(waited.is_ok_and(|waited| waited.is_ok()));
+}
