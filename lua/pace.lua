@@ -1,10 +1,11 @@
 -- A bucket whose rate adapts to what a peer says: takes tokens, or records a refusal, in one step.
 --
--- State   The key holds `at:level:rate:until:cut:since:used:strikes:floored`, nine decimal integers: times in microseconds
---         since 1970, the level in units of 10^-9 token, the rate in thousandths of a token per second. `at` is when the
---         level was that, in the future during a cooldown, which ends at `until`; `cut` is when the rate was last lowered;
---         `used` are the tokens taken since `since`; `strikes` are refusals without a hint; `floored` is since when the
---         rate has been the lowest, or 0. No key is a full bucket at the ceiling.
+-- State   The key holds `at:level:rate:until:cut:since:used:strikes:floored:capacity`, ten decimal integers: times in
+--         microseconds since 1970, the level in units of 10^-9 token, the rate in thousandths of a token per second. `at` is
+--         when the level was that, in the future during a cooldown, which ends at `until`; `cut` is when the rate was last
+--         lowered; `used` are the tokens taken since `since`; `strikes` are refusals without a hint; `floored` is since when
+--         the rate has been the lowest, or 0; `capacity` is the largest that has used the bucket: the key lives until that
+--         one would be full. No key is a full bucket at the ceiling.
 --
 -- KEYS    The bucket.
 -- ARGV    kind      take, look, refused or pause
@@ -19,7 +20,7 @@ local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
 local floor, max, min = math.floor, math.max, math.min
 
-local UNITS, WHOLE, INTERVAL = 1000000000, 1000000, 1000000
+local UNITS, CAPACITY_MAX, WHOLE, INTERVAL = 1000000000, 2251799, 1000000, 1000000
 local COOLDOWN_MAX, MEMORY = 3600000000, 86400000000
 local BACKOFF_MIN, BACKOFF, BACKOFF_MAX, UNANSWERED = 500000, 1000000, 60000000, 2
 
@@ -34,7 +35,8 @@ end
 
 local stored = redis.pcall('GET', KEYS[1])
 if stored and stored.err then return stored end
-local at, level, rate, till, cut, since, used, strikes, floored = now, full, ceiling, 0, 0, now, 0, 0, 0
+local at, level, rate, till, cut, since, used, strikes, floored, largest =
+    now, full, ceiling, 0, 0, now, 0, 0, 0, capacity
 -- Remembers since when the rate has been the lowest: never, where there is only one.
 local function mark_the_floor()
     if rate > lowest or lowest == ceiling then
@@ -45,11 +47,14 @@ local function mark_the_floor()
 end
 
 if stored then
-    at, level, rate, till, cut, since, used, strikes, floored =
-        string.match(stored, '^(%d+):(%-?%d+):(%d+):(%d+):(%d+):(%d+):(%d+):(%d+):(%d+)$')
+    at, level, rate, till, cut, since, used, strikes, floored, largest =
+        string.match(stored, '^(%d+):(%-?%d+):(%d+):(%d+):(%d+):(%d+):(%d+):(%d+):(%d+):(%d+)$')
     if not at then return { err = 'TOKENBUCKET the key holds something else than a bucket' } end
-    at, level, rate, till, cut, since, used, strikes, floored =
-        at + 0, level + 0, rate + 0, till + 0, cut + 0, since + 0, used + 0, strikes + 0, floored + 0
+    at, level, rate, till, cut, since, used, strikes, floored, largest =
+        at + 0, level + 0, rate + 0, till + 0, cut + 0, since + 0, used + 0, strikes + 0, floored + 0, largest + 0
+    largest = min(max(largest, capacity), CAPACITY_MAX)
+    -- A cooldown that was over when this was written does not begin again, whatever the clock says now.
+    if at > till then till = 0 end
     rate = min(max(rate, lowest), ceiling)
     level = min(max(level, -full), full)
     till = min(till, now + COOLDOWN_MAX)
@@ -112,11 +117,12 @@ else
 end
 
 if changed then
-    local missing = (full - level) / rate
+    local missing = (largest * UNITS - level) / rate
     local life = at + missing + -missing % 1 - now
     if rate < ceiling or strikes > 0 then life = life + MEMORY end
     life = max(life / 1000, 1)
-    local value = string.format('%d:%d:%d:%d:%d:%d:%d:%d:%d', at, level, rate, till, cut, since, used, strikes, floored)
+    local value = string.format('%d:%d:%d:%d:%d:%d:%d:%d:%d:%d',
+        at, level, rate, till, cut, since, used, strikes, floored, largest)
     local done = redis.pcall('SET', KEYS[1], value, 'PX', string.format('%d', life + -life % 1))
     if done.err then return done end
 end

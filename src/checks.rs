@@ -79,18 +79,6 @@ impl<St: Store> Checks<St> {
         self.store.acquire_within(charges, self.deadline)
     }
 
-    /// Asks the store and waits for its verdict, or the policy's.
-    pub(crate) async fn check(&self, charges: &[Charge]) -> Verdict {
-        match timeout(self.deadline, self.acquire(charges)).await {
-            Ok(Ok(decision)) => {
-                self.failures.answered();
-                Verdict::of(decision)
-            }
-            Ok(Err(error)) => self.fail(charges, &error),
-            Err(_) => self.late(charges),
-        }
-    }
-
     /// The verdict on a request whose check failed.
     pub(crate) fn fail(&self, charges: &[Charge], error: &St::Error) -> Verdict {
         let retry_after = self.failed(error);

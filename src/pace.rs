@@ -4,10 +4,12 @@
 //! token per second, and a token has 10⁹ units: in e microseconds a bucket earns e·rate units.
 
 use crate::error::ConfigError;
-use crate::quota::UNITS_MAX;
+use crate::quota::{Quota, UNITS_MAX};
 
 /// Units of a token.
 pub(crate) const UNITS: u64 = 1_000_000_000;
+/// Tokens of the largest bucket.
+const CAPACITY_MAX: u64 = UNITS_MAX / UNITS;
 /// From here on a rate is in whole tokens per second.
 const WHOLE: u64 = 1_000_000;
 /// A million tokens per second.
@@ -45,6 +47,7 @@ const MEMORY_US: u64 = 86_400_000_000;
 ///
 /// let limiter = Limiter::new(MemoryStore::new(), "webhooks", Quota::per_second(100).with_capacity(20))
 ///     .adaptive(AdaptiveRate { floor: 0.5, ..AdaptiveRate::below(100.0) });
+/// assert_eq!(AdaptiveRate::of(Quota::per_minute(600)), AdaptiveRate::below(10.0));
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdaptiveRate {
@@ -53,7 +56,7 @@ pub struct AdaptiveRate {
     pub ceiling: f64,
     /// The lowest rate, in tokens per second: 0.001 to the ceiling.
     pub floor: f64,
-    /// What a 429 multiplies the rate by: 0 to below 1.
+    /// What a 429 multiplies the rate by: 0 to 0.999999.
     pub decrease: f64,
     /// What a second without one multiplies it by: above 1, to 8. It grows by a thousandth of a token per second at
     /// least, by a whole token above 1000.
@@ -65,6 +68,13 @@ impl AdaptiveRate {
     #[must_use]
     pub const fn below(ceiling: f64) -> Self {
         Self { ceiling, floor: ceiling / 100.0, decrease: 0.5, increase: 1.10 }
+    }
+
+    /// The same for what a quota refills.
+    #[must_use]
+    pub fn of(quota: Quota) -> Self {
+        let (tokens, per) = quota.refill();
+        Self::below(tokens as f64 / per.as_secs_f64())
     }
 }
 
@@ -94,17 +104,17 @@ impl PaceSettings {
         if !rate.floor.is_finite() || rate.floor < 0.0 || floor > ceiling {
             return refused("floor", rate.floor, "0.001 to the ceiling are");
         }
-        if !(rate.decrease >= 0.0 && rate.decrease < 1.0) {
-            return refused("decrease", rate.decrease, "0 to below 1 are");
+        let ppm = |factor: f64| (factor * 1e6).round() as u64;
+        if !(rate.decrease >= 0.0 && rate.decrease < 1.0 && ppm(rate.decrease) < 1_000_000) {
+            return refused("decrease", rate.decrease, "0 to 0.999999 are");
         }
         if !(rate.increase > 1.0 && rate.increase <= 8.0) {
             return refused("increase", rate.increase, "above 1 to 8 are");
         }
-        if capacity > UNITS_MAX / UNITS {
-            let most = UNITS_MAX / UNITS;
-            return refused("capacity", capacity as f64, &format!("1 to {most} tokens are where the rate adapts"));
+        if capacity > CAPACITY_MAX {
+            let allowed = format!("1 to {CAPACITY_MAX} tokens are where the rate adapts");
+            return refused("capacity", capacity as f64, &allowed);
         }
-        let ppm = |factor: f64| (factor * 1e6).round() as u64;
         Ok(Self {
             capacity,
             ceiling: whole(ceiling),
@@ -154,6 +164,8 @@ pub(crate) struct Pace {
     pub(crate) strikes: u64,
     /// Since when the rate has been the lowest; 0 where it is not.
     pub(crate) floored_us: u64,
+    /// The largest that has used the bucket, in tokens: the state is kept until that one would be full.
+    pub(crate) capacity: u64,
 }
 
 /// What is asked.
@@ -182,14 +194,38 @@ pub(crate) struct PaceReply {
 }
 
 impl Pace {
+    /// What another store has said, at one `share`-th of it.
+    pub(crate) fn of_reply(reply: PaceReply, settings: &PaceSettings, share: u32, now_us: u64) -> Self {
+        let PaceReply { level, ahead_us, rate, floored_us, .. } = reply;
+        let at_us = now_us + ahead_us;
+        Self {
+            at_us,
+            level: level / i64::from(share),
+            rate: whole((rate / u64::from(share)).max(1)),
+            until_us: if ahead_us > 0 { at_us } else { 0 },
+            cut_us: 0,
+            since_us: at_us,
+            used: 0,
+            strikes: 0,
+            floored_us: floored_us.map_or(0, |us| now_us.saturating_sub(us).max(1)),
+            capacity: settings.capacity,
+        }
+    }
+
     fn read(stored: Option<Self>, settings: &PaceSettings, now_us: u64) -> Self {
         let full = settings.full();
         let Some(stored) = stored else {
             let (level, rate) = (full, settings.ceiling);
             let (until_us, cut_us, used, strikes, floored_us) = (0, 0, 0, 0, 0);
-            return Self { at_us: now_us, level, rate, until_us, cut_us, since_us: now_us, used, strikes, floored_us };
+            let (at_us, since_us, capacity) = (now_us, now_us, settings.capacity);
+            return Self { at_us, level, rate, until_us, cut_us, since_us, used, strikes, floored_us, capacity };
         };
         let mut pace = stored;
+        pace.capacity = pace.capacity.max(settings.capacity).min(CAPACITY_MAX);
+        // A cooldown that was over when this was written does not begin again, whatever the clock says now.
+        if pace.at_us > pace.until_us {
+            pace.until_us = 0;
+        }
         pace.rate = pace.rate.clamp(settings.floor, settings.ceiling);
         pace.level = pace.level.clamp(-full, full);
         // A clock that has stepped back keeps nobody out for longer than a cooldown can last.
@@ -254,7 +290,7 @@ impl Pace {
     /// How long the state has to be kept, counted from `now_us`, in milliseconds: until the bucket is full, and a day more
     /// where the rate is not the highest.
     pub(crate) fn life_ms(&self, settings: &PaceSettings, now_us: u64) -> u64 {
-        let missing = (settings.full() - self.level).max(0) as u64;
+        let missing = ((self.capacity * UNITS) as i64 - self.level).max(0) as u64;
         let memory = if self.rate < settings.ceiling || self.strikes > 0 { MEMORY_US } else { 0 };
         (self.at_us + missing.div_ceil(self.rate) + memory).saturating_sub(now_us).div_ceil(1000).max(1)
     }
@@ -301,10 +337,10 @@ pub(crate) fn ask(stored: &mut Option<Pace>, settings: &PaceSettings, ask: PaceA
     pace.reply(true, now_us)
 }
 
-/// `at:level:rate:until:cut:since:used:strikes:floored`, nine integers: what a store keeps as text.
+/// `at:level:rate:until:cut:since:used:strikes:floored:capacity`, ten integers: what a store keeps as text.
 impl std::fmt::Display for Pace {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { at_us, level, rate, until_us, cut_us, since_us, used, strikes, floored_us } = self;
-        write!(f, "{at_us}:{level}:{rate}:{until_us}:{cut_us}:{since_us}:{used}:{strikes}:{floored_us}")
+        let Self { at_us, level, rate, until_us, cut_us, since_us, used, strikes, floored_us, capacity } = self;
+        write!(f, "{at_us}:{level}:{rate}:{until_us}:{cut_us}:{since_us}:{used}:{strikes}:{floored_us}:{capacity}")
     }
 }

@@ -77,7 +77,7 @@ impl RateModel {
         RateReply(pace::ask(&mut self.state, &self.settings, PaceAsk::Pause { hint_us }, now_us))
     }
 
-    /// What is stored: `at:level:rate:until:cut:since:used:strikes:floored`.
+    /// What is stored: `at:level:rate:until:cut:since:used:strikes:floored:capacity`.
     #[must_use]
     pub fn state(&self) -> Option<String> {
         self.state.as_ref().map(Pace::to_string)

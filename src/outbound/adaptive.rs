@@ -1,11 +1,13 @@
 //! A rate that adapts to what a peer says, in a limiter.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::{Instant, timeout};
 
 use super::error::AcquireError;
 use super::event::{Event, RateState};
+use super::heard::Heard;
 use super::limiter::{Limiter, Shared};
 use super::queue::{Known, random};
 use super::rates::{AdaptiveStore, Pacing, Rates};
@@ -24,11 +26,18 @@ pub(super) struct Adaptive {
     rates: Rates,
     /// Where it is kept while the store fails.
     local: MemoryStore,
+    pub(super) heard: Arc<Heard>,
 }
 
 impl<St: AdaptiveStore> Limiter<St> {
     /// Adapts the rate of each key to what its peer says, for all senders that share the store. The bucket keeps the
-    /// capacity of the quota; the rate is [`AdaptiveRate`]'s in the place of the quota's.
+    /// capacity of the quota; the rate is [`AdaptiveRate`]'s in the place of the quota's, so that
+    /// [`AdaptiveRate::of(quota)`](AdaptiveRate::of) never exceeds it. To obey `Retry-After` at a constant rate, let floor and
+    /// ceiling be the same.
+    ///
+    /// All senders to a peer adapt, or none does: the buckets of those that do are others. What a peer has said outlasts the
+    /// store, in this process: its cooldown and the rate that it has led to hold while the store fails, and a cooldown that
+    /// begins then is told to the store when it is back.
     ///
     /// # Panics
     ///
@@ -47,7 +56,8 @@ impl<St: AdaptiveStore> Limiter<St> {
     pub fn try_adaptive(self, rate: AdaptiveRate) -> Result<Self, ConfigError> {
         let settings = PaceSettings::try_new(self.shared.quota.capacity(), rate)?;
         let rates = self.shared.checks.store().rates();
-        Ok(self.set(|shared| shared.adaptive = Some(Adaptive { settings, rates, local: MemoryStore::new() })))
+        let (local, heard) = (MemoryStore::new(), Arc::default());
+        Ok(self.set(|shared| shared.adaptive = Some(Adaptive { settings, rates, local, heard })))
     }
 }
 
@@ -126,30 +136,68 @@ impl<St: Store> Shared<St> {
         key: BucketKey,
         ask: PaceAsk,
     ) -> Result<(PaceReply, bool), AcquireError> {
-        let Adaptive { settings, rates, local } = adaptive;
-        let mut pacing = Pacing { limit: self.limit.clone(), key, settings: *settings, ask };
-        let Checks { deadline, on_store_failure, share, .. } = self.checks;
-        let retry_after = match timeout(deadline, rates.pace(pacing.clone(), deadline)).await {
+        let Adaptive { settings, local, heard, .. } = adaptive;
+        // A cooldown that began while the store was away comes first.
+        let untold = heard
+            .untold(&key, Instant::now())
+            .map(|wait| PaceAsk::Refused { hint_us: Some(micros(wait)), random_ppm: 0 });
+        let mut result = Ok(());
+        if let Some(untold) = untold {
+            result = self.ask_the_store(adaptive, key, untold).await.map(drop);
+        }
+        let result = match result {
+            Ok(()) => self.ask_the_store(adaptive, key, ask).await,
+            Err(retry_after) => Err(retry_after),
+        };
+        let retry_after = match result {
+            Ok(reply) => return Ok((reply, false)),
+            Err(retry_after) => retry_after.unwrap_or(RETRY_AFTER),
+        };
+        let Checks { on_store_failure, share, .. } = self.checks;
+        let now = Instant::now();
+        let mut pacing = Pacing { limit: self.limit.clone(), key, settings: settings.share(share), ask };
+        if let Some(word) = heard.for_local(&key, now) {
+            local.go_on_from(&pacing, word, share);
+        }
+        let is_word = matches!(ask, PaceAsk::Refused { .. } | PaceAsk::Pause { .. });
+        // More than the share cannot be paid here.
+        let is_dear = matches!(ask, PaceAsk::Take(cost) if cost > pacing.settings.capacity);
+        if is_word {
+            let reply = local.pace_now(&pacing);
+            heard.not_told(key, reply, now);
+            if on_store_failure != OnStoreFailure::Deny {
+                return Ok((reply, true));
+            }
+        } else if on_store_failure == OnStoreFailure::Local && !is_dear {
+            return Ok((local.pace_now(&pacing), true));
+        } else if on_store_failure == OnStoreFailure::Allow {
+            pacing.ask = PaceAsk::Look;
+            let word = local.pace_now(&pacing);
+            let allowed = word.ahead_us == 0;
+            let level = if allowed { settings.full() } else { 0 };
+            return Ok((PaceReply { allowed, level, ..word }, false));
+        }
+        Err(AcquireError::StoreFailed { retry_after })
+    }
+
+    /// Asks the store, or says when it is asked again, if that is known.
+    async fn ask_the_store(
+        &self,
+        adaptive: &Adaptive,
+        key: BucketKey,
+        ask: PaceAsk,
+    ) -> Result<PaceReply, Option<Duration>> {
+        let Adaptive { settings, rates, heard, .. } = adaptive;
+        let deadline = self.checks.deadline;
+        let pacing = Pacing { limit: self.limit.clone(), key, settings: *settings, ask };
+        match timeout(deadline, rates.pace(pacing, deadline)).await {
             Ok(Ok(reply)) => {
                 self.checks.failures.answered();
-                return Ok((reply, false));
+                heard.store_said(key, reply, settings.ceiling, Instant::now());
+                Ok(reply)
             }
-            Ok(Err(error)) => self.checks.failed(&*error),
-            Err(_) => self.checks.too_late(),
-        };
-        match on_store_failure {
-            OnStoreFailure::Local => {
-                pacing.settings = settings.share(share);
-                if let PaceAsk::Take(cost) = &mut pacing.ask {
-                    *cost = (*cost).min(pacing.settings.capacity);
-                }
-                Ok((local.pace_now(&pacing), true))
-            }
-            OnStoreFailure::Allow => {
-                let (level, rate) = (settings.full(), settings.ceiling);
-                Ok((PaceReply { allowed: true, level, ahead_us: 0, rate, floored_us: None }, false))
-            }
-            OnStoreFailure::Deny => Err(AcquireError::StoreFailed { retry_after: retry_after.unwrap_or(RETRY_AFTER) }),
+            Ok(Err(error)) => Err(self.checks.failed(&*error)),
+            Err(_) => Err(self.checks.too_late()),
         }
     }
 }

@@ -1,6 +1,7 @@
 //! What a limiter tells those who watch it.
 
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -63,9 +64,11 @@ impl Watcher {
         Self(Some(Arc::new(watch)))
     }
 
+    /// A hook that panics has no say in who gets tokens: whoever watches has the panic's message.
     pub(super) fn tell(&self, key: &BucketKey, event: impl FnOnce() -> Event) {
         if let Some(watch) = &self.0 {
-            watch(key, &event());
+            let event = event();
+            let _ = catch_unwind(AssertUnwindSafe(|| watch(key, &event)));
         }
     }
 }

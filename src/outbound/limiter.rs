@@ -6,7 +6,8 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use tokio::time::Instant;
+use tokio::sync::Semaphore;
+use tokio::time::{Instant, timeout};
 
 use super::adaptive::Adaptive;
 use super::error::AcquireError;
@@ -25,6 +26,8 @@ use crate::store::Store;
 
 /// How long an acquire waits, unless [`max_wait`](Limiter::max_wait) says otherwise.
 const MAX_WAIT_DEFAULT: Duration = Duration::from_secs(5);
+/// Keys for which the store is asked at a time: as many as a Redis store has on the wire.
+const QUESTIONS: usize = 64;
 /// How many may wait, unless [`max_waiters`](Limiter::max_waiters) says otherwise.
 const MAX_WAITERS_DEFAULT: usize = 100_000;
 
@@ -34,7 +37,8 @@ const MAX_WAITERS_DEFAULT: usize = 100_000;
 /// A large cost is served in its turn, keys do not wait for each other, and a waiter that is dropped frees its place. The
 /// number of calls of the store grows with what is granted, not with how many wait or for how long.
 ///
-/// Cloning it is cheap; clones share the queues. It needs a tokio runtime with timers.
+/// Cloning it is cheap; clones share the queues, unless their settings are changed: set everything before you clone. It
+/// needs a tokio runtime with timers.
 ///
 /// # Example
 ///
@@ -71,6 +75,16 @@ pub(super) struct Shared<St> {
 pub(super) struct Queues {
     of: Mutex<HashMap<BucketKey, Arc<Queue>>>,
     waiting: AtomicUsize,
+    /// Questions to the store at a time: more keys than that wait here, where no deadline runs.
+    questions: Questions,
+}
+
+struct Questions(Semaphore);
+
+impl Default for Questions {
+    fn default() -> Self {
+        Self(Semaphore::new(QUESTIONS))
+    }
 }
 
 impl<St: Store> Limiter<St> {
@@ -106,8 +120,11 @@ impl<St: Store> Limiter<St> {
 }
 
 impl<St: Clone> Limiter<St> {
+    /// With settings of its own it is a limiter of its own: whoever waits is served by those it came to.
     pub(super) fn set(mut self, set: impl FnOnce(&mut Shared<St>)) -> Self {
-        set(Arc::make_mut(&mut self.shared));
+        let shared = Arc::make_mut(&mut self.shared);
+        shared.queues = Arc::default();
+        set(shared);
         self
     }
 
@@ -157,7 +174,7 @@ impl<St: Clone> Limiter<St> {
     }
 
     /// Gives the local buckets of [`OnStoreFailure::Local`] one `n`-th of the quota, for n senders; by default 1, the
-    /// whole quota.
+    /// whole quota. A cost above the share cannot be paid while the store fails: [`AcquireError::StoreFailed`].
     ///
     /// # Panics
     ///
@@ -285,9 +302,18 @@ impl<St: Store> Shared<St> {
         let mut is_new = false;
         let queue = queues.entry(key).or_insert_with(|| {
             is_new = true;
-            Arc::new(Queue::new(self.quota.capacity()))
+            let known = self.adaptive.as_ref().and_then(|adaptive| adaptive.heard.known(&key, now));
+            Arc::new(Queue::new(self.quota.capacity(), known))
         });
-        let answer = queue.push(cost, now, max_wait)?;
+        let answer = match queue.push(cost, now, max_wait) {
+            Ok(answer) => answer,
+            Err(error) => {
+                if is_new {
+                    queues.remove(&key);
+                }
+                return Err(error);
+            }
+        };
         let queue = Arc::clone(queue);
         drop(queues);
         if is_new {
@@ -302,10 +328,8 @@ impl<St: Store> Shared<St> {
     /// the store is asked again.
     async fn ask(&self, key: BucketKey, cost: u64, first: u64) -> Result<(Option<u64>, Option<Known>), Duration> {
         // The share of a process that is on its own may be smaller than what was asked for all together.
-        let given = |is_local: bool| {
-            let share = self.quota.share(self.checks.share).capacity();
-            if is_local { cost.min(share).max(first) } else { cost }
-        };
+        let share = self.quota.share(self.checks.share).capacity();
+        let given = |is_local: bool| if is_local { cost.min(share) } else { cost };
         if let Some(adaptive) = &self.adaptive {
             return match self.pace(adaptive, key, PaceAsk::Take(cost)).await {
                 Ok((reply, is_local)) => {
@@ -315,8 +339,19 @@ impl<St: Store> Shared<St> {
                 Err(error) => Err(error.retry_after().unwrap_or_default()),
             };
         }
-        let charge = Charge::new(self.limit.clone(), key, self.quota, Amount::Take(cost));
-        let Verdict { decision, refused } = self.checks.check(&[charge]).await;
+        let charges = [Charge::new(self.limit.clone(), key, self.quota, Amount::Take(cost))];
+        let is_dear = self.checks.on_store_failure == OnStoreFailure::Local && first > share;
+        let Verdict { decision, refused } = match timeout(self.checks.deadline, self.checks.acquire(&charges)).await {
+            Ok(Ok(decision)) => {
+                self.checks.failures.answered();
+                Verdict::of(decision)
+            }
+            // More than the share cannot be paid here.
+            Ok(Err(error)) if is_dear => return Err(self.checks.failed(&error).unwrap_or(RETRY_AFTER)),
+            Err(_) if is_dear => return Err(self.checks.too_late().unwrap_or(RETRY_AFTER)),
+            Ok(Err(error)) => self.checks.fail(&charges, &error),
+            Err(_) => self.checks.late(&charges),
+        };
         if let Some(Reason::StoreFailed { retry_after }) = refused {
             return Err(retry_after);
         }
@@ -327,17 +362,33 @@ impl<St: Store> Shared<St> {
     /// Gives tokens to those who wait for this key, until nobody does.
     async fn serve(self: Arc<Self>, serving: Serving) {
         let queue = &serving.queue;
+        let mut question = None;
         loop {
             match queue.next(Instant::now()) {
-                Some(Ok((cost, first))) => match self.ask(serving.key, cost, first).await {
-                    Ok((given, known)) => queue.answered(given, known, Instant::now()),
-                    Err(retry_after) => queue.fail(retry_after),
-                },
+                Some(Ok((cost, first))) => {
+                    let questions = &self.queues.questions.0;
+                    if question.is_none() {
+                        question = questions.try_acquire().ok();
+                    }
+                    if question.is_none() {
+                        // Nobody closes it. Some may have left by then.
+                        question = questions.acquire().await.ok();
+                        continue;
+                    }
+                    let answer = self.ask(serving.key, cost, first).await;
+                    question = None;
+                    match answer {
+                        Ok((given, known)) => queue.answered(given, known, Instant::now()),
+                        Err(retry_after) => queue.fail(retry_after),
+                    }
+                    continue;
+                }
                 Some(Err(until)) => queue.changed_until(until).await,
                 // Unless somebody has come since.
                 None if serving.is_over() => return,
                 None => {}
             }
+            question = None;
         }
     }
 }

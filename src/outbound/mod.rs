@@ -88,6 +88,7 @@ mod error;
 mod event;
 #[cfg(feature = "ratelimit-fields")]
 mod fields;
+mod heard;
 mod limiter;
 mod peer;
 mod published;

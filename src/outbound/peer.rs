@@ -41,7 +41,9 @@ pub(super) fn said<B>(response: &Response<B>, remaining: Option<ReadRemaining>) 
     let remaining = remaining.and_then(|read| read(headers, now));
     match (status, retry_after(headers, now)) {
         (StatusCode::TOO_MANY_REQUESTS, retry_after) => {
-            Some(Said::Refused { retry_after: retry_after.or(remaining.map(|remaining| remaining.wait)) })
+            // One that is over by now is none: the clocks differ.
+            let reset = remaining.map(|remaining| remaining.wait).filter(|wait| !wait.is_zero());
+            Some(Said::Refused { retry_after: retry_after.or(reset) })
         }
         (StatusCode::SERVICE_UNAVAILABLE, retry_after @ Some(_)) => Some(Said::Refused { retry_after }),
         _ => {

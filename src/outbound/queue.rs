@@ -93,8 +93,10 @@ impl Known {
 }
 
 impl Queue {
-    pub(super) fn new(capacity: u64) -> Self {
-        Self { capacity, state: Mutex::default(), changed: Notify::new() }
+    /// A queue for a bucket of which something may be known, and since when.
+    pub(super) fn new(capacity: u64, known: Option<(Known, Instant)>) -> Self {
+        let (known, asked) = known.unzip();
+        Self { capacity, state: Mutex::new(State { known, asked, ..State::default() }), changed: Notify::new() }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -221,7 +223,9 @@ impl State {
             // What they have left behind may be enough for the next.
             self.give(0);
         }
-        if self.late < LATE {
+        // Whose time is over has asked for the last time.
+        let is_over = self.places.front().is_some_and(|place| place.until <= now);
+        if self.late < LATE && !is_over {
             return;
         }
         self.late = Duration::ZERO;

@@ -181,6 +181,16 @@ impl Pacer for MemoryStore {
 }
 
 impl MemoryStore {
+    /// Goes on from what another store has said of a rate that adapts, at one `share`-th of it.
+    pub(crate) fn go_on_from(&self, pacing: &Pacing, reply: PaceReply, share: u32) {
+        let Pacing { limit, key, settings, .. } = pacing;
+        let now_us = self.shared.now_us() + pace::BEGIN_US;
+        let pace = Pace::of_reply(reply, settings, share, now_us);
+        let mut paces = self.shared.paces.lock().unwrap_or_else(PoisonError::into_inner);
+        let kept = Kept { pace, until_us: now_us + pace.life_ms(settings, now_us) * 1000 };
+        paces.of.insert((limit.hash_128(), *key), kept);
+    }
+
     /// Answers one question about a rate that adapts.
     pub(crate) fn pace_now(&self, pacing: &Pacing) -> PaceReply {
         let Pacing { limit, key, settings, ask } = pacing;

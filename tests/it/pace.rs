@@ -278,7 +278,7 @@ fn settings_that_cannot_be_are_refused_with_what_is_allowed() {
         (1, AdaptiveRate { ceiling: 1e7, ..good }, ["ceiling 10000000", "0.001 to 1000000"]),
         (1, AdaptiveRate { floor: 11.0, ..good }, ["floor 11", "0.001 to the ceiling"]),
         (1, AdaptiveRate { floor: -1.0, ..good }, ["floor -1", "0.001 to the ceiling"]),
-        (1, AdaptiveRate { decrease: 1.0, ..good }, ["decrease 1", "0 to below 1"]),
+        (1, AdaptiveRate { decrease: 1.0, ..good }, ["decrease 1", "0 to 0.999999"]),
         (1, AdaptiveRate { increase: 1.0, ..good }, ["increase 1", "above 1 to 8"]),
         (1, AdaptiveRate { increase: f64::INFINITY, ..good }, ["increase inf", "above 1 to 8"]),
         (3_000_000, good, ["capacity 3000000", "1 to 2251799"]),

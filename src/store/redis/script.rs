@@ -89,6 +89,8 @@ impl Script {
         let name = Charge::new(limit.clone(), *key, Quota::per_second(1), Amount::Peek);
         let mut text = String::with_capacity(128);
         self.write_key(&mut text, &name);
+        // No limit's name: a bucket of another kind.
+        text.push_str(":rate");
         let (kind, amount, random) = match ask {
             PaceAsk::Take(tokens) => ("take", i64::try_from(*tokens).unwrap_or(i64::MAX), 0),
             PaceAsk::Look => ("look", 0, 0),
