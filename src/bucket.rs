@@ -156,9 +156,9 @@ pub(crate) fn acquire(
     slots: &[usize],
     states: &mut [Option<State>],
     now_us: u64,
-) -> SmallVec<[Reply; 2]> {
-    let before: SmallVec<[Option<State>; 2]> = SmallVec::from_slice(states);
-    let mut replies: SmallVec<[Reply; 2]> = SmallVec::from_elem(Reply::new(0, true, 0), charges.len());
+) -> SmallVec<[Reply; 4]> {
+    let before: SmallVec<[Option<State>; 4]> = SmallVec::from_slice(states);
+    let mut replies: SmallVec<[Reply; 4]> = SmallVec::from_elem(Reply::new(0, true, 0), charges.len());
     let mut all = true;
     for shadow in [false, true] {
         if shadow && !all {
