@@ -20,6 +20,7 @@ use crate::key::BucketKey;
 use crate::log;
 use crate::outbound::{AdaptiveStore, Paced, Pacer, Pacing, Rates};
 use crate::pace::{self, Pace, PaceReply};
+use crate::quota::Quota;
 use crate::store::Store;
 
 /// Fewest and most locks over disjoint parts of the buckets: powers of two.
@@ -193,7 +194,7 @@ impl MemoryStore {
         let shared = &*self.shared;
         let now_us = shared.now_us();
         match charges {
-            [charge] => Decision::of_replies(charges, [Some(shared.acquire_one(charge, now_us))]),
+            [charge] => Decision::of_one(charge, shared.acquire_one(charge, now_us)),
             charges => Decision::of_replies(charges, shared.acquire_all(charges, now_us).into_iter().map(Some)),
         }
     }
@@ -287,7 +288,9 @@ impl Names {
 
 impl Shared {
     fn now_us(&self) -> u64 {
-        u64::try_from(self.started.elapsed().as_micros()).unwrap_or(u64::MAX)
+        let elapsed = self.started.elapsed();
+        // Not by `as_micros`, whose 128 bits are dear.
+        elapsed.as_secs().saturating_mul(1_000_000).saturating_add(elapsed.subsec_micros().into())
     }
 
     fn name(&self, charge: &Charge) -> Name {
@@ -306,18 +309,14 @@ impl Shared {
             let mut shard = lock(&self.shards[self.shard(name)]);
             if let Some(place) = shard.find(name) {
                 let bucket = shard.bucket_mut(place);
-                let before = bucket.state(now_us);
-                let mut state = before;
-                let reply = bucket::acquire_one(charge, &mut state, now_us);
-                if state != before {
-                    bucket.set(state);
-                }
+                let (reply, written) =
+                    bucket::acquire_one(charge, bucket.read(Some(&charge.quota()), now_us).as_ref(), now_us);
+                bucket.set(written);
                 return reply;
             }
             if self.make_room(&mut shard, charge, name, &[], now_us) {
-                let mut state = None;
-                let reply = bucket::acquire_one(charge, &mut state, now_us);
-                shard.set(name, state);
+                let (reply, written) = bucket::acquire_one(charge, None, now_us);
+                shard.set(name, written);
                 return reply;
             }
             drop(shard);
@@ -353,7 +352,7 @@ impl Shared {
                 }
                 slots.push(unique.len());
                 unique.push(name);
-                states.push(found.and_then(|place| shard.bucket(place).state(now_us)));
+                states.push(found.and_then(|place| shard.bucket(place).read(None, now_us)));
             }
             let before = states.clone();
             let replies = bucket::acquire(charges, &slots, &mut states, now_us);
@@ -400,11 +399,16 @@ impl Shared {
 impl Bucket {
     const FREE: Self = Self { name: [0; 2], at_us: 0, level: 0, tokens: 0, per_us: 0, capacity: 0, next: NONE };
 
-    /// What is kept of it; `None` when its life is over.
-    fn state(&self, now_us: u64) -> Option<State> {
+    fn state(&self) -> State {
         let Self { at_us, level, tokens, per_us, capacity, .. } = *self;
-        let state = State { at_us, capacity: u64::from(capacity), tokens, per_us, level };
-        (!state.is_forgotten(now_us)).then_some(state)
+        State { at_us, capacity: u64::from(capacity), tokens, per_us, level }
+    }
+
+    /// What is kept of it; `None` when its life is over, unless it makes no difference to this quota, the only one that
+    /// asks.
+    fn read(&self, quota: Option<&Quota>, now_us: u64) -> Option<State> {
+        let state = self.state();
+        (quota.is_some_and(|quota| state.is_of(quota)) || !state.is_forgotten(now_us)).then_some(state)
     }
 
     fn set(&mut self, state: Option<State>) {
@@ -525,7 +529,7 @@ impl Shard {
         for _ in 0..places.min(self.used as usize) {
             self.hand = if self.hand + 1 < self.used { self.hand + 1 } else { 0 };
             let bucket = self.bucket(self.hand);
-            if bucket.tokens > 0 && bucket.state(now_us).is_none() {
+            if bucket.tokens > 0 && bucket.state().is_forgotten(now_us) {
                 self.remove(self.hand);
             }
         }
