@@ -107,7 +107,7 @@ fn write_draft_11(headers: &mut HeaderMap, decision: &Decision) {
         enforced().filter_map(|outcome| {
             let r = outcome.remaining()?;
             let mut item = item(outcome.limit());
-            Some(value(item.push(";r=").push_number(r).push(";t=").push_number(time(outcome, r))))
+            Some(*item.push(";r=").push_number(r).push(";t=").push_number(time(outcome, r)))
         }),
     );
 }
@@ -152,36 +152,53 @@ fn value<const N: usize>(item: &Text<N>) -> HeaderValue {
     HeaderValue::from_bytes(item.as_bytes()).unwrap_or(HeaderValue::from_static(""))
 }
 
-/// Appends items to the list in `name`, in one line.
-fn append(headers: &mut HeaderMap, name: HeaderName, mut items: impl Iterator<Item = HeaderValue>) {
-    let Some(first) = items.next() else { return };
-    let second = items.next();
-    match headers.entry(name) {
-        Entry::Vacant(vacant) if second.is_none() => {
-            vacant.insert(first);
-        }
-        Entry::Vacant(vacant) => {
-            if let Some(line) = line([first].iter().chain(&second), items) {
-                vacant.insert(line);
-            }
-        }
-        Entry::Occupied(mut lines) => {
-            if let Some(line) = line(lines.iter().chain([&first]).chain(&second), items) {
-                lines.insert(line);
-            }
-        }
+/// An item that may be a line by itself.
+trait Part {
+    fn bytes(&self) -> &[u8];
+
+    fn into_line(self) -> HeaderValue;
+}
+
+impl Part for HeaderValue {
+    fn bytes(&self) -> &[u8] {
+        self.as_bytes()
+    }
+
+    fn into_line(self) -> HeaderValue {
+        self
     }
 }
 
-/// Lines and items as one line.
-fn line<'a>(
-    lines: impl Iterator<Item = &'a HeaderValue>,
-    items: impl Iterator<Item = HeaderValue>,
-) -> Option<HeaderValue> {
+impl Part for Item {
+    fn bytes(&self) -> &[u8] {
+        self.as_bytes()
+    }
+
+    fn into_line(self) -> HeaderValue {
+        value(&self)
+    }
+}
+
+/// Appends items to the list in `name`, in one line.
+fn append(headers: &mut HeaderMap, name: HeaderName, mut items: impl Iterator<Item = impl Part>) {
+    let Some(first) = items.next() else { return };
+    let entry = headers.entry(name);
     let mut list = List::new();
-    lines.for_each(|line| join(&mut list, line.as_bytes()));
-    items.for_each(|item| join(&mut list, item.as_bytes()));
-    HeaderValue::from_bytes(&list).ok()
+    if let Entry::Occupied(lines) = &entry {
+        lines.iter().for_each(|line| join(&mut list, line.as_bytes()));
+    }
+    let line = match items.next() {
+        None if list.is_empty() => first.into_line(),
+        second => {
+            [first].into_iter().chain(second).chain(items).for_each(|item| join(&mut list, item.bytes()));
+            let Ok(line) = HeaderValue::from_bytes(&list) else { return };
+            line
+        }
+    };
+    match entry {
+        Entry::Vacant(vacant) => drop(vacant.insert(line)),
+        Entry::Occupied(mut lines) => drop(lines.insert(line)),
+    }
 }
 
 type List = SmallVec<[u8; 256]>;

@@ -535,3 +535,46 @@ impl Shard {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Names that are alike in the bits that number a chain, and others.
+    fn name(i: u64) -> Name {
+        [i, if i % 3 == 0 { i << 20 } else { i.wrapping_mul(0x9e37_79b9_7f4a_7c15) }]
+    }
+
+    fn state(at_us: u64) -> State {
+        // Full a second after it was written.
+        State { at_us, capacity: 1, tokens: 1, per_us: 1_000_000, level: 0 }
+    }
+
+    #[test]
+    fn a_shard_agrees_with_a_map_whatever_is_made_and_forgotten() {
+        let (mut shard, mut map) = (Shard::new(), HashMap::new());
+        let mut random = 1u64;
+        for step in 0..24_000u64 {
+            random ^= random << 13;
+            random ^= random >> 7;
+            random ^= random << 17;
+            // It grows to a thousand, shrinks to nothing, and grows again.
+            let (i, now_us) = (random % 1_000, step * if step % 8_000 < 4_000 { 10 } else { 10_000 });
+            if random >> 63 == 0 {
+                shard.set(name(i), Some(state(now_us)));
+                map.insert(i, state(now_us));
+            } else {
+                let before = shard.buckets;
+                shard.forget(3, now_us);
+                assert!(before - shard.buckets <= 3);
+                if shard.buckets < before {
+                    map.retain(|i, state| !state.is_forgotten(now_us) || shard.find(name(*i)).is_some());
+                }
+            }
+            assert_eq!(shard.buckets, map.len());
+            assert_eq!(shard.find(name(i)).map(|place| shard.bucket(place).state()), map.get(&i).copied());
+        }
+        assert!((0..1_000).all(|i| shard.find(name(i)).is_some() == map.contains_key(&i)));
+        assert!(shard.used <= 1_000, "places are used again");
+    }
+}
