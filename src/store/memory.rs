@@ -30,6 +30,8 @@ const BUCKETS_PER_SHARD: usize = 3 << 10;
 const BUCKETS_DEFAULT: usize = 256 * BUCKETS_PER_SHARD;
 /// Places for buckets that are made at once.
 const CHUNK: usize = 32;
+/// Chains that are made at once.
+const CHAINS: usize = 128;
 /// Places looked at for a bucket to forget whenever a new one is made.
 const LOOK_AT: usize = 8;
 /// The same where a shard is at its bound: a new key waits for no more than this before it shares the overflow bucket.
@@ -92,7 +94,10 @@ struct Kept {
 #[repr(align(128))]
 struct Shard {
     #[allow(clippy::vec_box, reason = "more are made without moving those that are there")]
-    chunks: Vec<Box<Chunk>>,
+    places: Vec<Box<[Bucket; CHUNK]>>,
+    /// The places of the first buckets of each chain, close together, since they are looked at first.
+    #[allow(clippy::vec_box, reason = "more are made without moving those that are there")]
+    chains: Vec<Box<[u32; CHAINS]>>,
     /// Places that have been used, the first ones; there are as many chains.
     used: u32,
     /// The first place that is free again: these are chained as well.
@@ -100,12 +105,6 @@ struct Shard {
     buckets: usize,
     /// The place to look at next for a bucket to forget.
     hand: u32,
-}
-
-struct Chunk {
-    places: [Bucket; CHUNK],
-    /// The places of the first buckets of these chains.
-    chains: [u32; CHUNK],
 }
 
 /// A bucket in its place: a [`State`] in as few bytes as integers allow, since most of them lie idle.
@@ -420,26 +419,26 @@ impl Bucket {
 
 impl Shard {
     const fn new() -> Self {
-        Self { chunks: Vec::new(), used: 0, free: NONE, buckets: 0, hand: 0 }
+        Self { places: Vec::new(), chains: Vec::new(), used: 0, free: NONE, buckets: 0, hand: 0 }
     }
 
     fn bucket(&self, place: u32) -> &Bucket {
-        &self.chunks[place as usize / CHUNK].places[place as usize % CHUNK]
+        &self.places[place as usize / CHUNK][place as usize % CHUNK]
     }
 
     fn bucket_mut(&mut self, place: u32) -> &mut Bucket {
-        &mut self.chunks[place as usize / CHUNK].places[place as usize % CHUNK]
+        &mut self.places[place as usize / CHUNK][place as usize % CHUNK]
     }
 
     /// The place of the first bucket of the chain that is for this name.
     fn first(&self, name: Name) -> u32 {
         let chain = self.chain(name);
-        self.chunks.get(chain / CHUNK).map_or(NONE, |chunk| chunk.chains[chain % CHUNK])
+        self.chains.get(chain / CHAINS).map_or(NONE, |chains| chains[chain % CHAINS])
     }
 
     fn first_mut(&mut self, name: Name) -> &mut u32 {
         let chain = self.chain(name);
-        &mut self.chunks[chain / CHUNK].chains[chain % CHUNK]
+        &mut self.chains[chain / CHAINS][chain % CHAINS]
     }
 
     /// The number of the chain: as many of the name's bits as number all chains, and one bit less for a chain that is
@@ -493,13 +492,16 @@ impl Shard {
     /// One place more, and one chain, which takes about half of the buckets of the chain that was there in its stead.
     fn add_place(&mut self) -> u32 {
         let new = self.used;
-        if new as usize == self.chunks.len() * CHUNK {
-            self.chunks.push(Box::new(Chunk { places: [Bucket::FREE; CHUNK], chains: [NONE; CHUNK] }));
+        if new as usize == self.places.len() * CHUNK {
+            self.places.push(Box::new([Bucket::FREE; CHUNK]));
+        }
+        if new as usize == self.chains.len() * CHAINS {
+            self.chains.push(Box::new([NONE; CHAINS]));
         }
         self.used += 1;
         // Its number without the topmost bit.
         let other = (new - self.used.next_power_of_two() / 2) as usize;
-        let mut rest = std::mem::replace(&mut self.chunks[other / CHUNK].chains[other % CHUNK], NONE);
+        let mut rest = std::mem::replace(&mut self.chains[other / CHAINS][other % CHAINS], NONE);
         while rest != NONE {
             let next = self.bucket(rest).next;
             self.link(rest);
@@ -542,7 +544,7 @@ mod tests {
 
     /// Names that are alike in the bits that number a chain, and others.
     fn name(i: u64) -> Name {
-        [i, if i % 3 == 0 { i << 20 } else { i.wrapping_mul(0x9e37_79b9_7f4a_7c15) }]
+        [i, if i.is_multiple_of(3) { i << 20 } else { i.wrapping_mul(0x9e37_79b9_7f4a_7c15) }]
     }
 
     fn state(at_us: u64) -> State {

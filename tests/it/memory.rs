@@ -498,7 +498,7 @@ fn a_bucket_that_is_forgotten_and_made_again_hands_out_no_more_than_its_quota() 
             if ask(&store, &[take(&limit, hot as u32, quota, 1)]).is_allowed() {
                 admitted[hot].fetch_add(1, Ordering::Relaxed);
             }
-            ask(&store, &[take(&limit, (1 + thread) << 24 | i as u32, quota, 1)]);
+            ask(&store, &[take(&limit, ((1 + thread) << 24) | i as u32, quota, 1)]);
         }
     });
     let most = 4 + (started.elapsed().as_secs_f64() * 2_000.0).ceil() as u64;
@@ -519,7 +519,7 @@ fn four_threads_that_flood_a_store_do_not_pass_its_bound() {
     in_4_threads(|thread| {
         for i in 0..20_000 {
             // Two of a limit in one request are one step, at the bound as well.
-            let key = thread << 20 | 2 * i;
+            let key = (thread << 20) | (2 * i);
             let decision = ask(&store, &[take(&limit, key, quota, 1), take(&limit, key + 1, quota, 1)]);
             let counter = if decision.is_allowed() { &own } else { &shared };
             counter.fetch_add(1, Ordering::Relaxed);
