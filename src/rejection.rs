@@ -126,20 +126,21 @@ impl Rejection {
         })
     }
 
-    fn title(&self) -> &'static str {
+    /// The problem as far as it is the same for all requests: type, title and status.
+    fn opening(&self) -> &'static str {
         match &self.reason {
-            Reason::Denied | Reason::TooDear => "Request cannot be satisfied as assigned quota has been exceeded",
-            Reason::NoKey(NoKey::Peer) => "Service Unavailable",
-            Reason::NoKey(NoKey::Credential(_) | NoKey::Identity) => "Unauthorized",
-            Reason::StoreFailed { .. } => "Request cannot be satisfied due to temporary server capacity constraints",
-        }
-    }
-
-    fn problem_type(&self) -> &'static str {
-        match &self.reason {
-            Reason::Denied | Reason::TooDear => "https://iana.org/assignments/http-problem-types#quota-exceeded",
-            Reason::StoreFailed { .. } => "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity",
-            Reason::NoKey(_) => "about:blank",
+            Reason::Denied | Reason::TooDear => concat!(
+                r#"{"type":"https://iana.org/assignments/http-problem-types#quota-exceeded","#,
+                r#""title":"Request cannot be satisfied as assigned quota has been exceeded","status":429"#
+            ),
+            Reason::NoKey(NoKey::Peer) => r#"{"type":"about:blank","title":"Service Unavailable","status":503"#,
+            Reason::NoKey(NoKey::Credential(_) | NoKey::Identity) => {
+                r#"{"type":"about:blank","title":"Unauthorized","status":401"#
+            }
+            Reason::StoreFailed { .. } => concat!(
+                r#"{"type":"https://iana.org/assignments/http-problem-types#temporary-reduced-capacity","#,
+                r#""title":"Request cannot be satisfied due to temporary server capacity constraints","status":503"#
+            ),
         }
     }
 
@@ -178,8 +179,7 @@ impl Rejection {
     /// has to be escaped.
     fn problem(&self) -> Bytes512 {
         let mut json = Bytes512::default();
-        json.text(r#"{"type":""#).text(self.problem_type()).text(r#"","title":""#).text(self.title());
-        json.text(r#"","status":"#).text(self.status().as_str()).text(r#","detail":""#);
+        json.text(self.opening()).text(r#","detail":""#);
         self.write_detail(&mut json);
         json.text("\"");
         if matches!(self.reason, Reason::Denied | Reason::TooDear) {
@@ -237,7 +237,8 @@ impl Bytes512 {
     }
 
     fn number(&mut self, number: u64) -> &mut Self {
-        self.text(Text::<20>::new().push_number(number).as_str())
+        self.0.extend_from_slice(Text::<20>::new().push_number(number).as_bytes());
+        self
     }
 }
 
