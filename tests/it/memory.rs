@@ -301,10 +301,10 @@ async fn full_buckets_are_forgotten_in_small_steps_and_no_others() {
         assert!(ask(&store, &[take(&limit, i, slow, 10)]).is_allowed());
     }
     assert_eq!(store.buckets(), 21_000);
-    advance(Duration::from_millis(99)).await;
+    advance(Duration::from_micros(99_999)).await;
     ask(&store, &[take(&limit, 1_000_000, quick, 1)]);
     assert_eq!(store.buckets(), 21_001, "none of them is full yet");
-    advance(Duration::from_millis(1)).await;
+    advance(Duration::from_micros(1)).await;
     let mut before = store.buckets();
     for i in 0..20_000 {
         advance(Duration::from_millis(1)).await;
@@ -532,9 +532,13 @@ fn four_threads_that_flood_a_store_do_not_pass_its_bound() {
     assert_eq!(own + shared.into_inner(), 80_000);
     // Every token that was taken is in a bucket of its own, or in the one that is shared.
     let buckets = store.buckets() as u64 - 16 - 1;
-    assert!(store.buckets() <= MOST + 1 && buckets > 4_000, "{buckets}");
     assert!((buckets..=buckets + 10).contains(&(2 * own)), "{own} requests, {buckets} buckets");
     assert!((0..16).all(|i| left(&store, &limit, drained + i, quota) == 0), "a drained bucket stays drained");
+    // Two need two places: keys that come alone take those that are left.
+    in_4_threads(|thread| {
+        (0..5_000).for_each(|i| drop(ask(&store, &[take(&limit, (thread << 20) | (1 << 19) | i, quota, 1)])))
+    });
+    assert!((MOST..=MOST + 1).contains(&store.buckets()), "{}: with the one that is shared", store.buckets());
 }
 
 // Code of the user that panics.
