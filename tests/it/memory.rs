@@ -536,7 +536,7 @@ fn four_threads_that_flood_a_store_do_not_pass_its_bound() {
     assert!((0..16).all(|i| left(&store, &limit, drained + i, quota) == 0), "a drained bucket stays drained");
     // Two need two places: keys that come alone take those that are left.
     in_4_threads(|thread| {
-        (0..5_000).for_each(|i| drop(ask(&store, &[take(&limit, (thread << 20) | (1 << 19) | i, quota, 1)])))
+        (0..5_000).for_each(|i| drop(ask(&store, &[take(&limit, (thread << 20) | (1 << 19) | i, quota, 1)])));
     });
     assert!((MOST..=MOST + 1).contains(&store.buckets()), "{}: with the one that is shared", store.buckets());
 }
