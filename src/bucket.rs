@@ -41,6 +41,12 @@ impl State {
         self.expiry_us().saturating_sub(now_us).div_ceil(1000).max(1)
     }
 
+    /// Whether this quota was the last writer's, and none with a larger capacity has used the bucket. When its life is
+    /// over, such a state says what a fresh bucket says.
+    pub(crate) fn is_of(&self, quota: &Quota) -> bool {
+        self.tokens == quota.tokens() && self.per_us == quota.per_us() && self.capacity == quota.capacity()
+    }
+
     /// Whether the state can be forgotten: the bucket is full for every quota, as a fresh one is.
     pub(crate) fn is_forgotten(&self, now_us: u64) -> bool {
         now_us >= self.at_us + self.life_ms(self.at_us) * 1000
@@ -96,7 +102,7 @@ impl Reading {
 /// clamps, a debt as well.
 fn level_under(stored: &State, quota: &Quota) -> i64 {
     let capacity = quota.capacity();
-    if stored.tokens == quota.tokens() && stored.per_us == quota.per_us() && stored.capacity == capacity {
+    if stored.is_of(quota) {
         return stored.level;
     }
     let per_us = stored.per_us as i64;
@@ -115,36 +121,36 @@ pub(crate) fn units(cost: u64, quota: &Quota) -> i64 {
     (cost.min(2 * quota.capacity()) * quota.per_us()) as i64
 }
 
-/// Makes one charge; a refused `Take` takes nothing.
-fn step(state: &mut Option<State>, quota: &Quota, amount: Amount, now_us: u64) -> Reply {
-    let reading = Reading::new(state.as_ref(), quota, now_us);
+/// Makes one charge; a refused `Take` takes nothing. The reply, and what is to be written.
+fn step(stored: Option<&State>, quota: &Quota, amount: Amount, now_us: u64) -> (Reply, Option<State>) {
+    let reading = Reading::new(stored, quota, now_us);
     let full = quota.full();
     let level = match amount {
-        Amount::Peek => return reading.reply(reading.refilled, true, now_us),
+        Amount::Peek => return (reading.reply(reading.refilled, true, now_us), None),
         Amount::Take(cost) => {
             let level = reading.refilled - units(cost, quota);
             if level < 0 {
-                keep(state, &reading, quota);
-                return reading.reply(reading.refilled, false, now_us);
+                return (reading.reply(reading.refilled, false, now_us), keep(stored, &reading, quota));
             }
             level
         }
         Amount::Spend(cost) => (reading.refilled - units(cost, quota)).max(-full),
         Amount::Give(cost) => (reading.refilled + units(cost, quota)).min(full),
     };
-    *state = Some(reading.state(reading.at_us.max(now_us), level, quota));
-    reading.reply(level, true, now_us)
+    (reading.reply(level, true, now_us), Some(reading.state(reading.at_us.max(now_us), level, quota)))
 }
 
 /// The two writes that a charge may make that refuses, neither of which takes a token: to bring back a time that lies too
 /// far ahead, and to extend a life that this quota, being slower, has made too short for the wait that was promised. A
 /// full bucket refuses what can never pass, so that nothing is promised, and a larger quota may have more in it.
-fn keep(state: &mut Option<State>, reading: &Reading, quota: &Quota) {
-    let Some(stored) = state.filter(|_| reading.refilled < quota.full()) else { return };
-    let own = reading.state(reading.at_us, reading.level, quota);
-    if reading.behind || own.expiry_us() > stored.expiry_us() {
-        *state = Some(own);
+fn keep(stored: Option<&State>, reading: &Reading, quota: &Quota) -> Option<State> {
+    let stored = stored.filter(|_| reading.refilled < quota.full())?;
+    // The same quota would live as long.
+    if !reading.behind && stored.is_of(quota) {
+        return None;
     }
+    let own = reading.state(reading.at_us, reading.level, quota);
+    (reading.behind || own.expiry_us() > stored.expiry_us()).then_some(own)
 }
 
 /// Makes all charges or none, in one step, and replies to each in order.
@@ -156,16 +162,19 @@ pub(crate) fn acquire(
     slots: &[usize],
     states: &mut [Option<State>],
     now_us: u64,
-) -> SmallVec<[Reply; 2]> {
-    let before: SmallVec<[Option<State>; 2]> = SmallVec::from_slice(states);
-    let mut replies: SmallVec<[Reply; 2]> = SmallVec::from_elem(Reply::new(0, true, 0), charges.len());
+) -> SmallVec<[Reply; 4]> {
+    let before: SmallVec<[Option<State>; 4]> = SmallVec::from_slice(states);
+    let mut replies: SmallVec<[Reply; 4]> = SmallVec::from_elem(Reply::new(0, true, 0), charges.len());
     let mut all = true;
     for shadow in [false, true] {
         if shadow && !all {
             break;
         }
         for (i, charge) in charges.iter().enumerate().filter(|(_, charge)| charge.is_shadow() == shadow) {
-            replies[i] = step(&mut states[slots[i]], &charge.quota(), charge.amount(), now_us);
+            let state = &mut states[slots[i]];
+            let (reply, written) = step(state.as_ref(), &charge.quota(), charge.amount(), now_us);
+            *state = written.or(*state);
+            replies[i] = reply;
             all &= shadow || replies[i].is_allowed();
         }
     }
@@ -180,7 +189,7 @@ pub(crate) fn acquire(
                 Amount::Spend(_) | Amount::Give(_) | Amount::Peek => true,
             };
             if !allowed {
-                keep(state, &reading, &quota);
+                *state = keep(state.as_ref(), &reading, &quota).or(*state);
             }
             replies[i] = reading.reply(reading.refilled, allowed, now_us);
         }
@@ -188,7 +197,7 @@ pub(crate) fn acquire(
     replies
 }
 
-/// Makes one charge: what [`acquire`] does with a slice of one.
-pub(crate) fn acquire_one(charge: &Charge, state: &mut Option<State>, now_us: u64) -> Reply {
-    step(state, &charge.quota(), charge.amount(), now_us)
+/// Makes one charge: what [`acquire`] does with a slice of one. The reply, and what is to be written.
+pub(crate) fn acquire_one(charge: &Charge, stored: Option<&State>, now_us: u64) -> (Reply, Option<State>) {
+    step(stored, &charge.quota(), charge.amount(), now_us)
 }

@@ -3,15 +3,17 @@
 use std::fmt;
 use std::sync::Arc;
 
-use smallvec::SmallVec;
+use http::HeaderValue;
 
 use crate::error::ConfigError;
 use crate::failure::OnStoreFailure;
+use crate::few::Few;
+use crate::headers::Policies;
 use crate::key::BucketKey;
 use crate::quota::Quota;
 
-/// The charges of one request; one or two limits need no allocation.
-pub(crate) type Charges = SmallVec<[Charge; 2]>;
+/// The charges of one request.
+pub(crate) type Charges = Few<Charge>;
 
 /// The name of a limit: 1 to 64 of `A-Z a-z 0-9 . _ -`; cloning it is cheap.
 #[derive(Clone)]
@@ -20,6 +22,7 @@ pub struct LimitName(Arc<Named>);
 struct Named {
     text: Box<str>,
     hash: u128,
+    policies: Policies,
 }
 
 impl LimitName {
@@ -34,13 +37,18 @@ impl LimitName {
             return Err(ConfigError::LimitName { name: name.to_owned() });
         }
         let hash = crate::key::hash_128(name.as_bytes());
-        Ok(Self(Arc::new(Named { text: name.into(), hash: u128::from_le_bytes(hash) })))
+        Ok(Self(Arc::new(Named { text: name.into(), hash: u128::from_le_bytes(hash), policies: Policies::default() })))
     }
 
     /// The name itself.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0.text
+    }
+
+    /// The item of `RateLimit-Policy` for the limit under `quota`.
+    pub(crate) fn policy(&self, quota: &Quota) -> HeaderValue {
+        self.0.policies.get(self, quota)
     }
 
     /// A fixed-length stand-in for the name, for the keys of a map.

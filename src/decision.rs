@@ -3,9 +3,10 @@
 use std::fmt;
 use std::time::Duration;
 
-use smallvec::SmallVec;
+use http::HeaderValue;
 
 use crate::charge::{Charge, LimitName};
+use crate::few::Few;
 use crate::quota::Quota;
 
 /// What a store says of one charge: the level, and whether the tokens were there.
@@ -92,7 +93,7 @@ pub enum Source {
 /// ```
 #[derive(Clone, Debug)]
 pub struct Decision {
-    outcomes: SmallVec<[Outcome; 2]>,
+    outcomes: Few<Outcome>,
     allowed: bool,
     source: Source,
 }
@@ -104,6 +105,12 @@ impl Decision {
     #[must_use]
     pub fn new(charges: &[Charge], replies: &[Reply]) -> Option<Self> {
         (charges.len() == replies.len()).then(|| Self::of_replies(charges, replies.iter().copied().map(Some)))
+    }
+
+    /// The decision about one charge.
+    pub(crate) fn of_one(charge: &Charge, reply: Reply) -> Self {
+        let outcome = Outcome::new(charge, Some(reply));
+        Self { allowed: !outcome.refuses(), outcomes: Few::One(outcome), source: Source::Store }
     }
 
     /// The same where a charge may have no reply: nothing is known of it.
@@ -128,14 +135,14 @@ impl Decision {
         Self::of(charges.iter().map(|charge| Outcome::new(charge, None)).collect(), Source::Layer)
     }
 
-    fn of(outcomes: SmallVec<[Outcome; 2]>, source: Source) -> Self {
+    fn of(outcomes: Few<Outcome>, source: Source) -> Self {
         let allowed = !outcomes.iter().any(Outcome::refuses);
         Self { outcomes, allowed, source }
     }
 
     /// A decision without outcomes.
     pub(crate) fn bare(allowed: bool, source: Source) -> Self {
-        Self { outcomes: SmallVec::new(), allowed, source }
+        Self { outcomes: Few::None, allowed, source }
     }
 
     pub(crate) fn with_source(mut self, source: Source) -> Self {
@@ -245,6 +252,11 @@ impl Outcome {
             shadow: charge.is_shadow(),
             reply,
         }
+    }
+
+    /// The item of `RateLimit-Policy`.
+    pub(crate) fn policy(&self) -> HeaderValue {
+        self.limit.policy(&self.quota)
     }
 
     /// Needs `more` tokens in the bucket than its own cost.

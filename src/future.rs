@@ -2,11 +2,11 @@
 
 use std::fmt;
 use std::future::Future;
-use std::mem;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
+use http::request::Parts;
 use http::{Request, Response};
 use pin_project_lite::pin_project;
 use tokio::time::Sleep;
@@ -31,39 +31,36 @@ pin_project! {
         St: Store,
     {
         shared: Arc<Shared<St, R>>,
+        // The ready service and its request: one option, so that a refusal frees both at once. Beside the state, so that
+        // they are moved once.
+        call: Option<(S, Parts, ReqBody)>,
+        charges: Charges,
+        // While the inner service is called: it goes into the response.
+        decision: Option<Decision>,
         #[pin]
-        state: State<S, S::Future, St::Future, ReqBody>,
+        state: State<S::Future, St::Future>,
     }
 }
 
 pin_project! {
     /// Named by what is polled.
     #[project = StateProject]
-    enum State<S, F, A, ReqBody> {
+    enum State<F, A> {
         // A future that is never polled asks nobody.
-        Asking {
-            call: Option<(S, Request<ReqBody>)>,
-            charges: Charges,
-        },
+        Asking,
         Acquiring {
             #[pin]
             acquire: A,
-            // The ready service and its request: one option, so that a refusal frees both at once.
-            call: Option<(S, Request<ReqBody>)>,
-            charges: Charges,
             // Made when the store does not answer at once.
             deadline: Option<Pin<Box<Sleep>>>,
         },
+        // No store need be asked.
         Decided {
-            call: Option<(S, Request<ReqBody>)>,
             verdict: Option<Verdict>,
-            // Those that the verdict is about.
-            charges: Charges,
         },
         Calling {
             #[pin]
             response: F,
-            decision: Option<Decision>,
         },
         Done,
     }
@@ -74,12 +71,13 @@ where
     S: Service<Request<ReqBody>>,
     St: Store,
 {
-    pub(crate) fn asking(shared: Arc<Shared<St, R>>, call: (S, Request<ReqBody>), charges: Charges) -> Self {
-        Self { shared, state: State::Asking { call: Some(call), charges } }
+    pub(crate) fn asking(shared: Arc<Shared<St, R>>, call: (S, Parts, ReqBody), charges: Charges) -> Self {
+        Self { shared, call: Some(call), charges, decision: None, state: State::Asking }
     }
 
-    pub(crate) fn decided(shared: Arc<Shared<St, R>>, call: (S, Request<ReqBody>), verdict: Verdict) -> Self {
-        Self { shared, state: State::Decided { call: Some(call), verdict: Some(verdict), charges: Charges::new() } }
+    pub(crate) fn decided(shared: Arc<Shared<St, R>>, call: (S, Parts, ReqBody), verdict: Verdict) -> Self {
+        let state = State::Decided { verdict: Some(verdict) };
+        Self { shared, call: Some(call), charges: Charges::None, decision: None, state }
     }
 }
 
@@ -95,60 +93,31 @@ where
         let mut this = self.project();
         let settings = &this.shared.settings;
         loop {
-            match this.state.as_mut().project() {
+            // … => Calling | Done
+            let verdict = match this.state.as_mut().project() {
                 // Asking => Acquiring
-                StateProject::Asking { call, charges } => {
-                    let acquire = settings.checks.acquire(charges);
-                    let (call, charges) = (call.take(), mem::take(charges));
-                    this.state.set(State::Acquiring { acquire, call, charges, deadline: None });
+                StateProject::Asking => {
+                    let acquire = settings.checks.acquire(this.charges);
+                    this.state.set(State::Acquiring { acquire, deadline: None });
+                    continue;
                 }
-                // Acquiring => Decided
-                StateProject::Acquiring { acquire, call, charges, deadline } => {
-                    let verdict = match acquire.poll(cx) {
-                        Poll::Ready(Ok(decision)) => {
-                            settings.checks.failures.answered();
-                            Verdict::of(decision)
-                        }
-                        Poll::Ready(Err(error)) => settings.checks.fail(charges, &error),
-                        Poll::Pending => {
-                            let sleep = || Box::pin(tokio::time::sleep(settings.checks.deadline));
-                            ready!(deadline.get_or_insert_with(sleep).as_mut().poll(cx));
-                            settings.checks.late(charges)
-                        }
-                    };
-                    let charges = mem::take(charges);
-                    let call = call.take();
-                    this.state.set(State::Decided { call, verdict: Some(verdict), charges });
-                }
-                // Decided => Calling | Done
-                StateProject::Decided { call, verdict, charges } => {
-                    let (mut inner, mut request) = call.take().expect("polled after completion");
-                    let Verdict { decision, refused } = verdict.take().expect("polled after completion");
-                    if let Some(hook) = &settings.on_decision {
-                        hook(&decision);
+                StateProject::Acquiring { acquire, deadline } => match acquire.poll(cx) {
+                    Poll::Ready(Ok(decision)) => {
+                        settings.checks.failures.answered();
+                        Verdict::of(decision)
                     }
-                    match refused {
-                        None => {
-                            if settings.settle {
-                                Settle::insert(request.extensions_mut(), settings, charges, &decision);
-                            }
-                            request.extensions_mut().insert(decision.clone());
-                            let response = inner.call(request);
-                            this.state.set(State::Calling { response, decision: Some(decision) });
-                        }
-                        Some(reason) => {
-                            let rejection = Rejection::new(reason, decision, &request);
-                            // What they hold is free before the response is made.
-                            drop((inner, request));
-                            this.state.set(State::Done);
-                            return Poll::Ready(Ok(respond(&this.shared.rejection, rejection, settings.headers)));
-                        }
+                    Poll::Ready(Err(error)) => settings.checks.fail(this.charges, &error),
+                    Poll::Pending => {
+                        let sleep = || Box::pin(tokio::time::sleep(settings.checks.deadline));
+                        ready!(deadline.get_or_insert_with(sleep).as_mut().poll(cx));
+                        settings.checks.late(this.charges)
                     }
-                }
+                },
+                StateProject::Decided { verdict } => verdict.take().expect("polled after completion"),
                 // Calling => Done
-                StateProject::Calling { response, decision } => {
+                StateProject::Calling { response } => {
                     let result = ready!(response.poll(cx));
-                    let decision = decision.take();
+                    let decision = this.decision.take();
                     this.state.set(State::Done);
                     return Poll::Ready(result.map(|mut response| {
                         if let Some(decision) = decision {
@@ -162,7 +131,28 @@ where
                     }));
                 }
                 StateProject::Done => panic!("polled after completion"),
+            };
+            let (mut inner, mut parts, body) = this.call.take().expect("polled after completion");
+            let Verdict { decision, refused } = verdict;
+            if let Some(hook) = &settings.on_decision {
+                hook(&decision);
             }
+            if let Some(reason) = refused {
+                let rejection = Rejection::new(reason, decision, &parts);
+                // What they hold is free before the response is made.
+                drop((inner, parts, body));
+                this.state.set(State::Done);
+                return Poll::Ready(Ok(respond(&this.shared.rejection, rejection, settings.headers)));
+            }
+            if settings.settle {
+                Settle::insert(&mut parts.extensions, settings, this.charges, &decision);
+            }
+            // Those that the verdict is about are no longer needed.
+            *this.charges = Charges::None;
+            parts.extensions.insert(decision.clone());
+            *this.decision = Some(decision);
+            let response = inner.call(Request::from_parts(parts, body));
+            this.state.set(State::Calling { response });
         }
     }
 }

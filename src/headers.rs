@@ -1,11 +1,13 @@
 //! The fields that tell a client how much is left: draft-ietf-httpapi-ratelimit-headers-11, or the older `X-RateLimit-*`.
 
+use std::sync::OnceLock;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use http::header::{HeaderName, RETRY_AFTER};
+use http::header::{Entry, HeaderName, RETRY_AFTER};
 use http::{HeaderMap, HeaderValue};
 use smallvec::SmallVec;
 
+use crate::charge::LimitName;
 use crate::decision::{Decision, Outcome};
 use crate::quota::Quota;
 use crate::text::Text;
@@ -98,47 +100,110 @@ pub(crate) fn write_fields(headers: &mut HeaderMap, decision: &Decision, style: 
 
 fn write_draft_11(headers: &mut HeaderMap, decision: &Decision) {
     let enforced = || decision.outcomes().iter().filter(|outcome| !outcome.is_shadow());
-    append(
-        headers,
-        RATELIMIT_POLICY,
-        enforced().map(|outcome| {
-            let (q, w) = (outcome.quota().capacity(), window(&outcome.quota()));
-            item(outcome.limit()).str(";q=").number(q.into()).str(";w=").number(w.into())
-        }),
-    );
+    append(headers, RATELIMIT_POLICY, enforced().map(Outcome::policy));
     append(
         headers,
         RATELIMIT,
         enforced().filter_map(|outcome| {
             let r = outcome.remaining()?;
-            Some(item(outcome.limit()).str(";r=").number(r.into()).str(";t=").number(time(outcome, r).into()))
+            let mut item = item(outcome.limit());
+            Some(*item.push(";r=").push_number(r).push(";t=").push_number(time(outcome, r)))
         }),
     );
 }
 
+/// Items of `RateLimit-Policy` for a limit, which are made once for each of the first quotas that it is used with: its
+/// own, and those of plans.
+#[derive(Default)]
+pub(crate) struct Policies([OnceLock<(Quota, HeaderValue)>; 4]);
+
+impl Policies {
+    pub(crate) fn get(&self, limit: &LimitName, quota: &Quota) -> HeaderValue {
+        for known in &self.0 {
+            let (known, item) = known.get_or_init(|| (*quota, policy(limit, quota)));
+            if known == quota {
+                return item.clone();
+            }
+        }
+        policy(limit, quota)
+    }
+}
+
+fn policy(limit: &LimitName, quota: &Quota) -> HeaderValue {
+    let mut item = item(limit.as_str());
+    value(item.push(";q=").push_number(quota.capacity()).push(";w=").push_number(window(quota)))
+}
+
+/// Room for a name, two parameters and their numbers.
+type Item = Text<128>;
+
 /// A string of RFC 9651: names have no character that would have to be escaped.
-fn item(name: &str) -> Text<128> {
-    Text::new().str("\"").str(name).str("\"")
+fn item(name: &str) -> Item {
+    *Text::new().push("\"").push(name).push("\"")
+}
+
+/// A number, without the buffer that `HeaderValue::from` allocates beside the value.
+pub(crate) fn number_value(number: u64) -> HeaderValue {
+    value(Text::<20>::new().push_number(number))
+}
+
+fn value<const N: usize>(item: &Text<N>) -> HeaderValue {
+    // Never: it is visible ASCII.
+    HeaderValue::from_bytes(item.as_bytes()).unwrap_or(HeaderValue::from_static(""))
+}
+
+/// An item that may be a line by itself.
+trait Part {
+    fn bytes(&self) -> &[u8];
+
+    fn into_line(self) -> HeaderValue;
+}
+
+impl Part for HeaderValue {
+    fn bytes(&self) -> &[u8] {
+        self.as_bytes()
+    }
+
+    fn into_line(self) -> HeaderValue {
+        self
+    }
+}
+
+impl Part for Item {
+    fn bytes(&self) -> &[u8] {
+        self.as_bytes()
+    }
+
+    fn into_line(self) -> HeaderValue {
+        value(&self)
+    }
 }
 
 /// Appends items to the list in `name`, in one line.
-fn append(headers: &mut HeaderMap, name: HeaderName, items: impl Iterator<Item = Text<128>>) {
-    let mut list: SmallVec<[u8; 256]> = SmallVec::new();
-    for line in headers.get_all(&name) {
-        join(&mut list, line.as_bytes());
+fn append(headers: &mut HeaderMap, name: HeaderName, mut items: impl Iterator<Item = impl Part>) {
+    let Some(first) = items.next() else { return };
+    let entry = headers.entry(name);
+    let mut list = List::new();
+    if let Entry::Occupied(lines) = &entry {
+        lines.iter().for_each(|line| join(&mut list, line.as_bytes()));
     }
-    let before = list.len();
-    for item in items {
-        join(&mut list, item.as_bytes());
-    }
-    if list.len() > before
-        && let Ok(value) = HeaderValue::from_bytes(&list)
-    {
-        headers.insert(name, value);
+    let line = match items.next() {
+        None if list.is_empty() => first.into_line(),
+        second => {
+            [first].into_iter().chain(second).chain(items).for_each(|item| join(&mut list, item.bytes()));
+            let Ok(line) = HeaderValue::from_bytes(&list) else { return };
+            line
+        }
+    };
+    match entry {
+        Entry::Vacant(vacant) => drop(vacant.insert(line)),
+        Entry::Occupied(mut lines) => drop(lines.insert(line)),
     }
 }
 
-fn join(list: &mut SmallVec<[u8; 256]>, item: &[u8]) {
+type List = SmallVec<[u8; 256]>;
+
+fn join(list: &mut List, item: &[u8]) {
     // An empty line is an empty list: nothing to be set apart.
     if item.trim_ascii().is_empty() {
         return;
@@ -164,6 +229,6 @@ fn write_legacy(headers: &mut HeaderMap, decision: &Decision, since_1970: bool) 
         (X_RATELIMIT_REMAINING, remaining),
         (X_RATELIMIT_RESET, reset),
     ] {
-        headers.entry(name).or_insert_with(|| HeaderValue::from(number));
+        headers.entry(name).or_insert_with(|| number_value(number));
     }
 }

@@ -97,6 +97,20 @@ impl BucketKey {
         }
     }
 
+    pub(crate) const WORDS: usize = 3;
+
+    /// The same as words of a fixed number, which no two keys share.
+    pub(crate) fn words(&self) -> [u64; Self::WORDS] {
+        let of = |kind: u64, bits: u128| [kind, bits as u64, (bits >> 64) as u64];
+        match self.0 {
+            Who::Global => of(0, 0),
+            Who::V4(address) => of(1, address.to_bits().into()),
+            Who::V6(network, bits) => of(2 | u64::from(bits) << 8, network.to_bits()),
+            Who::Key(hash) => of(3, u128::from_le_bytes(hash)),
+            Who::Id(hash) => of(4, u128::from_le_bytes(hash)),
+        }
+    }
+
     /// The bucket of a credential, which is kept as a keyed hash only.
     #[must_use]
     pub fn credential(credential: impl AsRef<[u8]>) -> Self {

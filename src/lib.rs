@@ -88,6 +88,7 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod error;
+mod few;
 mod log;
 mod quota;
 mod text;

@@ -242,10 +242,11 @@ impl Limits {
     /// Asks each limit for its charge: the key is only looked for where there is a cost.
     pub(crate) fn demand(&self, parts: &Parts) -> Demand {
         let preflight = is_preflight(parts);
-        let mut charges = Charges::new();
+        let mut charges = Charges::None;
         for limit in &self.limits {
             match limit.charge(parts, preflight) {
-                Ok(charge) => charges.extend(charge),
+                Ok(Some(charge)) => charges.push(charge),
+                Ok(None) => {}
                 Err(why) => {
                     if why == NoKey::Peer {
                         self.tell_of_no_peer();

@@ -2,12 +2,13 @@
 
 use bytes::Bytes;
 use http::header::{CACHE_CONTROL, CONTENT_LENGTH, CONTENT_TYPE, HeaderName, RETRY_AFTER, WWW_AUTHENTICATE};
-use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
-use std::fmt::Write as _;
+use http::request::Parts;
+use http::{HeaderMap, HeaderValue, Method, Response, StatusCode};
+use smallvec::SmallVec;
 use std::time::Duration;
 
 use crate::decision::Decision;
-use crate::headers::{HeaderStyle, seconds, write_fields};
+use crate::headers::{HeaderStyle, number_value, seconds, write_fields};
 use crate::key::NoKey;
 use crate::text::Text;
 
@@ -58,13 +59,13 @@ impl Verdict {
 }
 
 impl Rejection {
-    pub(crate) fn new<B>(reason: Reason, decision: Decision, request: &Request<B>) -> Self {
-        let content_type = request.headers().get(CONTENT_TYPE);
+    pub(crate) fn new(reason: Reason, decision: Decision, request: &Parts) -> Self {
+        let content_type = request.headers.get(CONTENT_TYPE);
         let is_grpc = |value: &&HeaderValue| {
             value.as_bytes().get(..GRPC.len()).is_some_and(|start| start.eq_ignore_ascii_case(GRPC))
         };
         let grpc = content_type.filter(is_grpc).cloned();
-        Self { reason, decision, head: *request.method() == Method::HEAD, grpc }
+        Self { reason, decision, head: request.method == Method::HEAD, grpc }
     }
 
     /// Why the request was refused.
@@ -125,58 +126,70 @@ impl Rejection {
         })
     }
 
-    fn title(&self) -> &'static str {
+    /// The problem as far as it is the same for all requests: type, title and status.
+    fn opening(&self) -> &'static str {
         match &self.reason {
-            Reason::Denied | Reason::TooDear => "Request cannot be satisfied as assigned quota has been exceeded",
-            Reason::NoKey(NoKey::Peer) => "Service Unavailable",
-            Reason::NoKey(NoKey::Credential(_) | NoKey::Identity) => "Unauthorized",
-            Reason::StoreFailed { .. } => "Request cannot be satisfied due to temporary server capacity constraints",
+            Reason::Denied | Reason::TooDear => concat!(
+                r#"{"type":"https://iana.org/assignments/http-problem-types#quota-exceeded","#,
+                r#""title":"Request cannot be satisfied as assigned quota has been exceeded","status":429"#
+            ),
+            Reason::NoKey(NoKey::Peer) => r#"{"type":"about:blank","title":"Service Unavailable","status":503"#,
+            Reason::NoKey(NoKey::Credential(_) | NoKey::Identity) => {
+                r#"{"type":"about:blank","title":"Unauthorized","status":401"#
+            }
+            Reason::StoreFailed { .. } => concat!(
+                r#"{"type":"https://iana.org/assignments/http-problem-types#temporary-reduced-capacity","#,
+                r#""title":"Request cannot be satisfied due to temporary server capacity constraints","status":503"#
+            ),
         }
     }
 
-    fn problem_type(&self) -> &'static str {
-        match &self.reason {
-            Reason::Denied | Reason::TooDear => "https://iana.org/assignments/http-problem-types#quota-exceeded",
-            Reason::StoreFailed { .. } => "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity",
-            Reason::NoKey(_) => "about:blank",
-        }
-    }
-
-    fn detail(&self) -> String {
+    fn write_detail(&self, to: &mut Bytes512) {
         match &self.reason {
             Reason::Denied => {
                 let (limit, cost) = self.decision.bound().map_or(("", 0), |outcome| (outcome.limit(), outcome.cost()));
                 let wait = self.decision.retry_after().map_or(1, seconds);
-                format!("limit {limit} has too few tokens for a cost of {cost}; they are there in {wait} s")
+                to.text("limit ").text(limit).text(" has too few tokens for a cost of ").number(cost);
+                to.text("; they are there in ").number(wait).text(" s");
             }
             Reason::TooDear => {
                 let (limit, cost, capacity) = self
                     .decision
                     .bound()
                     .map_or(("", 0, 0), |outcome| (outcome.limit(), outcome.cost(), outcome.quota().capacity()));
-                format!("the cost of {cost} is above the capacity of {capacity} of limit {limit}; no wait helps")
+                to.text("the cost of ").number(cost).text(" is above the capacity of ").number(capacity);
+                to.text(" of limit ").text(limit).text("; no wait helps");
             }
-            Reason::NoKey(NoKey::Credential(header)) => format!("an accepted key in the header {header} is required"),
-            Reason::NoKey(NoKey::Identity) => "the request has no identity to charge".to_owned(),
-            Reason::NoKey(NoKey::Peer) => "the server does not know the address of its peer".to_owned(),
-            Reason::StoreFailed { .. } => "the store of the rate limit does not answer".to_owned(),
+            Reason::NoKey(NoKey::Credential(header)) => {
+                to.text("an accepted key in the header ").text(header.as_str()).text(" is required");
+            }
+            Reason::NoKey(NoKey::Identity) => {
+                to.text("the request has no identity to charge");
+            }
+            Reason::NoKey(NoKey::Peer) => {
+                to.text("the server does not know the address of its peer");
+            }
+            Reason::StoreFailed { .. } => {
+                to.text("the store of the rate limit does not answer");
+            }
         }
     }
 
     /// The body of the default response, RFC 9457. Every text in it is our own or has passed a check, so nothing in it
     /// has to be escaped.
-    fn problem(&self) -> String {
-        let (kind, title, status) = (self.problem_type(), self.title(), self.status().as_u16());
-        let mut json = format!(r#"{{"type":"{kind}","title":"{title}","status":{status},"detail":"{}""#, self.detail());
+    fn problem(&self) -> Bytes512 {
+        let mut json = Bytes512::default();
+        json.text(self.opening()).text(r#","detail":""#);
+        self.write_detail(&mut json);
+        json.text("\"");
         if matches!(self.reason, Reason::Denied | Reason::TooDear) {
-            json.push_str(r#","violated-policies":["#);
+            json.text(r#","violated-policies":["#);
             for (i, name) in self.violated().enumerate() {
-                let comma = if i == 0 { "" } else { "," };
-                let _ = write!(json, r#"{comma}"{name}""#);
+                json.text(if i == 0 { "\"" } else { ",\"" }).text(name).text("\"");
             }
-            json.push(']');
+            json.text("]");
         }
-        json.push('}');
+        json.text("}");
         json
     }
 
@@ -187,7 +200,9 @@ impl Rejection {
         if let Some(content_type) = &self.grpc {
             headers.insert(CONTENT_TYPE, content_type.clone());
             headers.insert(GRPC_STATUS, self.grpc_status());
-            if let Ok(message) = HeaderValue::from_str(&self.detail()) {
+            let mut detail = Bytes512::default();
+            self.write_detail(&mut detail);
+            if let Ok(message) = HeaderValue::from_bytes(&detail.0) {
                 headers.insert(GRPC_MESSAGE, message);
             }
             return response;
@@ -208,6 +223,22 @@ impl Rejection {
             }
             _ => HeaderValue::from_static("Bearer"),
         }
+    }
+}
+
+/// A body that is made on the stack, where it mostly has room, and copied once.
+#[derive(Default)]
+struct Bytes512(SmallVec<[u8; 512]>);
+
+impl Bytes512 {
+    fn text(&mut self, text: &str) -> &mut Self {
+        self.0.extend_from_slice(text.as_bytes());
+        self
+    }
+
+    fn number(&mut self, number: u64) -> &mut Self {
+        self.0.extend_from_slice(Text::<20>::new().push_number(number).as_bytes());
+        self
     }
 }
 
@@ -263,9 +294,9 @@ impl<B: From<Bytes>> ResponseForRejection<B> for Problem {
         if rejection.is_grpc() {
             return rejection.response(B::from(Bytes::new()));
         }
-        let json = rejection.problem();
-        let length = HeaderValue::from(json.len());
-        let body = if rejection.is_head() { Bytes::new() } else { Bytes::from(json) };
+        let Bytes512(json) = rejection.problem();
+        let length = number_value(json.len() as u64);
+        let body = if rejection.is_head() { Bytes::new() } else { Bytes::copy_from_slice(&json) };
         let mut response = rejection.response(B::from(body));
         response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
         // `HEAD` has the length that `GET` would have.
@@ -305,7 +336,7 @@ fn add_missing(headers: &mut HeaderMap, rejection: &Rejection) {
             headers.entry(GRPC_PUSHBACK).or_insert(value);
         }
     } else if let Some(wait) = wait {
-        headers.entry(RETRY_AFTER).or_insert_with(|| HeaderValue::from(seconds(wait)));
+        headers.entry(RETRY_AFTER).or_insert_with(|| number_value(seconds(wait)));
     }
     headers.entry(CACHE_CONTROL).or_insert(HeaderValue::from_static("no-store"));
 }

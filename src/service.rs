@@ -68,7 +68,7 @@ where
         let (parts, body) = request.into_parts();
         // One look at the limits: a request is never judged by a mixture.
         let demand = settings.limits.now().demand(&parts);
-        let call = (inner, Request::from_parts(parts, body));
+        let call = (inner, parts, body);
         let shared = Arc::clone(&self.shared);
         let verdict = match demand {
             Demand::Charges(charges) => return ResponseFuture::asking(shared, call, charges),

@@ -48,6 +48,33 @@ impl<const N: usize> Text<N> {
         self
     }
 
+    /// Appends `part` in place: where a buffer that is handed on would be copied for each part.
+    pub(crate) fn push(&mut self, part: &str) -> &mut Self {
+        debug_assert!(part.is_ascii());
+        let part = &part.as_bytes()[..part.len().min(N - self.len)];
+        self.bytes[self.len..self.len + part.len()].copy_from_slice(part);
+        self.len += part.len();
+        self
+    }
+
+    /// Appends `number` in decimal digits, in place.
+    pub(crate) fn push_number(&mut self, number: u64) -> &mut Self {
+        let (mut digits, mut start, mut rest) = ([0; 20], 20, number);
+        loop {
+            start -= 1;
+            digits[start] = b'0' + (rest % 10) as u8;
+            rest /= 10;
+            if rest == 0 {
+                break;
+            }
+        }
+        let digits = &digits[start..];
+        let digits = &digits[..digits.len().min(N - self.len)];
+        self.bytes[self.len..self.len + digits.len()].copy_from_slice(digits);
+        self.len += digits.len();
+        self
+    }
+
     pub(crate) const fn as_bytes(&self) -> &[u8] {
         self.bytes.split_at(self.len).0
     }
@@ -69,5 +96,14 @@ mod tests {
         assert_eq!(Text::<32>::new().str("q=").number(100).str(";w=").number(0).as_str(), "q=100;w=0");
         assert_eq!(Text::<64>::new().number(u128::MAX).as_str(), u128::MAX.to_string());
         assert_eq!(Text::<3>::new().str("ab").number(789).as_str(), "ab7");
+    }
+
+    #[test]
+    fn in_place_is_the_same() {
+        for number in [0, 9, 10, 100, u64::MAX] {
+            let in_place = *Text::<32>::new().push("q=").push_number(number).push(";");
+            assert_eq!(in_place.as_str(), Text::<32>::new().str("q=").number(number.into()).str(";").as_str());
+        }
+        assert_eq!(Text::<3>::new().push("ab").push_number(789).push("x").as_str(), "ab7");
     }
 }

@@ -4,12 +4,11 @@ use std::collections::HashMap;
 use std::convert::Infallible;
 use std::fmt;
 use std::future::{Ready, ready};
-use std::hash::{BuildHasher, RandomState};
+use std::hash::{BuildHasher as _, RandomState};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use hashbrown::HashTable;
 use smallvec::SmallVec;
 use tokio::time::Instant;
 
@@ -21,25 +20,34 @@ use crate::key::BucketKey;
 use crate::log;
 use crate::outbound::{AdaptiveStore, Paced, Pacer, Pacing, Rates};
 use crate::pace::{self, Pace, PaceReply};
+use crate::quota::Quota;
 use crate::store::Store;
 
-/// Locks over disjoint parts of the buckets.
-const SHARDS: usize = 64;
-/// Three quarters of the 2¹⁴ places of a shard's table: it keeps an eighth of them empty, and needs some room for those
-/// that are forgotten.
-const BUCKETS_DEFAULT: usize = SHARDS * ((1 << 14) / 4 * 3);
+/// Fewest and most locks over disjoint parts of the buckets: powers of two.
+const SHARDS: (usize, usize) = (64, 1 << 12);
+/// Buckets of a shard, where there may be more shards.
+const BUCKETS_PER_SHARD: usize = 3 << 10;
+const BUCKETS_DEFAULT: usize = 256 * BUCKETS_PER_SHARD;
+/// Places for buckets that are made at once.
+const CHUNK: usize = 32;
+/// Chains that are made at once.
+const CHAINS: usize = 128;
 /// Places looked at for a bucket to forget whenever a new one is made.
 const LOOK_AT: usize = 8;
 /// The same where a shard is at its bound: a new key waits for no more than this before it shares the overflow bucket.
 const LOOK_AT_BOUND: usize = 64;
+/// The number of no place.
+const NONE: u32 = u32::MAX;
 
 /// Buckets in the memory of this process: exact for one instance, and with no set-up.
 ///
 /// A store is a handle: its clones share the buckets. Memory is bounded. Buckets that are full are forgotten, a few
 /// whenever a new one is made, since a fresh bucket is full as well; no other bucket ever is, so a flood of new keys
 /// resets nothing. A store holds at most 786 432 buckets, or what [`with_buckets`](Self::with_buckets) says, in at most
-/// 97 MiB (97 bytes for each of 2²⁰ places, which are made as they are needed and then kept). At the bound the keys that
-/// have no bucket share one overflow bucket for each limit: that is logged once and [counted](Self::overflowed).
+/// 48 MiB (64 bytes for each bucket, in places that are made as they are needed and then kept). At the bound the keys
+/// that have no bucket share one overflow bucket for each limit: that is logged once and [counted](Self::overflowed).
+///
+/// No call waits for others to be tidied up: the store grows and forgets by a few buckets at a time.
 ///
 /// The clock is monotonic, read once a call, to the microsecond. It is tokio's, so that tests can pause it; no runtime
 /// is needed.
@@ -58,8 +66,9 @@ pub struct MemoryStore {
 
 struct Shared {
     started: Instant,
-    hasher: RandomState,
-    shards: [Mutex<Shard>; SHARDS],
+    names: Names,
+    /// As many as a power of two.
+    shards: Box<[Mutex<Shard>]>,
     buckets_per_shard: usize,
     overflowed: AtomicU64,
     /// Buckets whose rate adapts: few, since they are those of peers.
@@ -78,25 +87,48 @@ struct Kept {
     until_us: u64,
 }
 
-#[derive(Default)]
+/// Buckets under one lock, in a chained hash table that grows by one place and one chain at a time (linear hashing).
+/// Nothing that grows is ever made anew as a whole, so that nobody waits for it.
+///
+/// The alignment keeps two locks out of one line of the caches.
+#[repr(align(128))]
 struct Shard {
-    buckets: HashTable<Bucket>,
+    #[allow(clippy::vec_box, reason = "more are made without moving those that are there")]
+    places: Vec<Box<[Bucket; CHUNK]>>,
+    /// The places of the first buckets of each chain, close together, since they are looked at first.
+    #[allow(clippy::vec_box, reason = "more are made without moving those that are there")]
+    chains: Vec<Box<[u32; CHAINS]>>,
+    /// Places that have been used, the first ones; there are as many chains.
+    used: u32,
+    /// The first place that is free again: these are chained as well.
+    free: u32,
+    buckets: usize,
     /// The place to look at next for a bucket to forget.
-    hand: usize,
+    hand: u32,
 }
 
+/// A bucket in its place: a [`State`] in as few bytes as integers allow, since most of them lie idle.
+#[derive(Clone, Copy)]
 struct Bucket {
     name: Name,
-    state: State,
+    at_us: u64,
+    level: i64,
+    /// 0 in a place that is free.
+    tokens: u64,
+    per_us: u64,
+    capacity: u32,
+    /// The next bucket of the chain.
+    next: u32,
 }
 
-/// Names a bucket in the table.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-struct Name {
-    /// The limit, as a hash of its name.
-    limit: u128,
-    /// `None` for the bucket that keys without one share.
-    key: Option<BucketKey>,
+/// Names a bucket, whatever its limit and key are.
+type Name = [u64; 2];
+
+/// Makes 128-bit names by multiply-shift hashing (Dietzfelbinger 1996): two different buckets have the same name with a
+/// probability of 2⁻¹²⁸, whoever chooses their keys, since the multipliers are random and nothing tells them.
+struct Names {
+    multipliers: [[u128; Self::WORDS]; 2],
+    addends: [u128; 2],
 }
 
 impl MemoryStore {
@@ -106,8 +138,8 @@ impl MemoryStore {
         Self::bounded(BUCKETS_DEFAULT)
     }
 
-    /// Creates an empty store of at most `buckets` buckets, rounded up to a multiple of 64. (One overflow bucket for
-    /// each limit comes on top.)
+    /// Creates an empty store of at most `buckets` buckets, rounded up to a multiple of 64, and above 200 000 by less
+    /// than 1 %. (One overflow bucket for each limit comes on top.)
     ///
     /// # Panics
     ///
@@ -131,11 +163,13 @@ impl MemoryStore {
     }
 
     fn bounded(buckets: usize) -> Self {
+        let shards = (buckets / BUCKETS_PER_SHARD).next_power_of_two().clamp(SHARDS.0, SHARDS.1);
         let shared = Shared {
             started: Instant::now(),
-            hasher: RandomState::new(),
-            shards: std::array::from_fn(|_| Mutex::default()),
-            buckets_per_shard: buckets.div_ceil(SHARDS),
+            names: Names::random(),
+            shards: (0..shards).map(|_| Mutex::new(Shard::new())).collect(),
+            // No more than there are numbers of places.
+            buckets_per_shard: buckets.div_ceil(shards).min(1 << 31),
             overflowed: AtomicU64::new(0),
             paces: Mutex::default(),
         };
@@ -145,7 +179,7 @@ impl MemoryStore {
     /// How many buckets are held now, those among them that are full but not yet forgotten.
     #[must_use]
     pub fn buckets(&self) -> usize {
-        self.shared.shards.iter().map(|shard| lock(shard).buckets.len()).sum()
+        self.shared.shards.iter().map(|shard| lock(shard).buckets).sum()
     }
 
     /// How many charges went to an overflow bucket, because the store held as many buckets as it may.
@@ -158,12 +192,10 @@ impl MemoryStore {
     pub(crate) fn acquire_now(&self, charges: &[Charge]) -> Decision {
         let shared = &*self.shared;
         let now_us = shared.now_us();
-        let replies: SmallVec<[Reply; 2]> = match charges {
-            [charge] => SmallVec::from_slice(&[shared.acquire_one(charge, now_us)]),
-            charges => shared.acquire_all(charges, now_us),
-        };
-        // As many replies as charges: there always is a decision.
-        Decision::new(charges, &replies).unwrap_or_else(|| Decision::bare(false, crate::Source::Store))
+        match charges {
+            [charge] => Decision::of_one(charge, shared.acquire_one(charge, now_us)),
+            charges => Decision::of_replies(charges, shared.acquire_all(charges, now_us).into_iter().map(Some)),
+        }
     }
 }
 
@@ -238,95 +270,104 @@ fn lock(shard: &Mutex<Shard>) -> MutexGuard<'_, Shard> {
     shard.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Name {
-    fn of(charge: &Charge) -> Self {
-        Self { limit: charge.limit().hash_128(), key: Some(*charge.key()) }
+impl Names {
+    /// Of a limit, and of a key.
+    const WORDS: usize = 2 + BucketKey::WORDS;
+    /// In the place of a key's words, for the bucket that keys without one share: no key has these.
+    const OVERFLOW: [u64; BucketKey::WORDS] = [u64::MAX, 0, 0];
+
+    fn random() -> Self {
+        let random = RandomState::new();
+        let words = |i: usize| (u128::from(random.hash_one(2 * i)) << 64) | u128::from(random.hash_one(2 * i + 1));
+        let multipliers = std::array::from_fn(|half| std::array::from_fn(|i| words(half * Self::WORDS + i)));
+        Self { multipliers, addends: std::array::from_fn(|half| words(2 * Self::WORDS + half)) }
     }
 
-    /// The bucket that the keys of the same limit share which have none.
-    fn overflow(self) -> Self {
-        Self { key: None, ..self }
-    }
-}
-
-/// Where a bucket is, or would be.
-#[derive(Clone, Copy)]
-struct Place {
-    name: Name,
-    hash: u64,
-}
-
-impl Place {
-    fn shard(&self) -> usize {
-        // The table takes the topmost and the lowest bits.
-        (self.hash >> 32) as usize % SHARDS
+    fn name(&self, limit: u128, key: [u64; BucketKey::WORDS]) -> Name {
+        let words = [limit as u64, (limit >> 64) as u64, key[0], key[1], key[2]];
+        std::array::from_fn(|half| {
+            let products = words.iter().zip(&self.multipliers[half]);
+            let sum = products.fold(self.addends[half], |sum, (word, multiplier)| {
+                sum.wrapping_add(multiplier.wrapping_mul(u128::from(*word)))
+            });
+            (sum >> 64) as u64
+        })
     }
 }
 
 impl Shared {
     fn now_us(&self) -> u64 {
-        u64::try_from(self.started.elapsed().as_micros()).unwrap_or(u64::MAX)
+        let elapsed = self.started.elapsed();
+        // Not by `as_micros`, whose 128 bits are dear.
+        elapsed.as_secs().saturating_mul(1_000_000).saturating_add(elapsed.subsec_micros().into())
     }
 
-    fn place(&self, name: Name) -> Place {
-        Place { name, hash: self.hasher.hash_one(name) }
+    fn name(&self, charge: &Charge) -> Name {
+        self.names.name(charge.limit().hash_128(), charge.key().words())
+    }
+
+    /// The number of the shard; chains are told apart by the other half of the name.
+    fn shard(&self, name: Name) -> usize {
+        name[0] as usize & (self.shards.len() - 1)
     }
 
     /// One charge, under one lock.
     fn acquire_one(&self, charge: &Charge, now_us: u64) -> Reply {
-        let mut place = self.place(Name::of(charge));
+        let mut name = self.name(charge);
         loop {
-            let mut shard = lock(&self.shards[place.shard()]);
-            let found = shard.get(&place, now_us);
-            if found.is_some() || self.make_room(&mut shard, &place, &[], now_us) {
-                let mut state = found.flatten();
-                let before = state;
-                let reply = bucket::acquire_one(charge, &mut state, now_us);
-                if state != before {
-                    shard.set(&place, state, &self.hasher);
-                }
+            let mut shard = lock(&self.shards[self.shard(name)]);
+            if let Some(place) = shard.find(name) {
+                let bucket = shard.bucket_mut(place);
+                let (reply, written) =
+                    bucket::acquire_one(charge, bucket.read(Some(&charge.quota()), now_us).as_ref(), now_us);
+                bucket.set(written);
+                return reply;
+            }
+            if self.make_room(&mut shard, charge, name, &[], now_us) {
+                let (reply, written) = bucket::acquire_one(charge, None, now_us);
+                shard.set(name, written);
                 return reply;
             }
             drop(shard);
-            place = self.overflow(place);
+            name = self.overflow(charge);
         }
     }
 
     /// Several charges, under the locks of all their shards. Locks are taken in order, so that no two callers wait for
     /// each other.
-    fn acquire_all(&self, charges: &[Charge], now_us: u64) -> SmallVec<[Reply; 2]> {
-        let mut places: SmallVec<[Place; 2]> = charges.iter().map(|charge| self.place(Name::of(charge))).collect();
+    fn acquire_all(&self, charges: &[Charge], now_us: u64) -> SmallVec<[Reply; 4]> {
+        let mut names: SmallVec<[Name; 4]> = charges.iter().map(|charge| self.name(charge)).collect();
         'overflow: loop {
-            let mut shards: SmallVec<[usize; 2]> = places.iter().map(Place::shard).collect();
+            let mut shards: SmallVec<[usize; 4]> = names.iter().map(|name| self.shard(*name)).collect();
             shards.sort_unstable();
             shards.dedup();
-            let mut locked: SmallVec<[_; 2]> = shards.iter().map(|shard| lock(&self.shards[*shard])).collect();
-            let of = |place: &Place| shards.binary_search(&place.shard()).unwrap_or(0);
+            let mut locked: SmallVec<[_; 4]> = shards.iter().map(|shard| lock(&self.shards[*shard])).collect();
+            let of = |name: Name| shards.binary_search(&self.shard(name)).unwrap_or(0);
 
-            let mut slots: SmallVec<[usize; 2]> = SmallVec::new();
-            let mut unique: SmallVec<[Place; 2]> = SmallVec::new();
-            let mut states: SmallVec<[Option<State>; 2]> = SmallVec::new();
-            for i in 0..places.len() {
-                let place = places[i];
-                if let Some(slot) = unique.iter().position(|known| known.name == place.name) {
+            let mut slots: SmallVec<[usize; 4]> = SmallVec::new();
+            let mut unique: SmallVec<[Name; 4]> = SmallVec::new();
+            let mut states: SmallVec<[Option<State>; 4]> = SmallVec::new();
+            for (i, charge) in charges.iter().enumerate() {
+                let name = names[i];
+                if let Some(slot) = unique.iter().position(|known| *known == name) {
                     slots.push(slot);
                     continue;
                 }
-                let shard = &mut locked[of(&place)];
-                let found = shard.get(&place, now_us);
-                if found.is_none() && !self.make_room(shard, &place, &unique, now_us) {
-                    places[i] = self.overflow(place);
+                let shard = &mut locked[of(name)];
+                let found = shard.find(name);
+                if found.is_none() && !self.make_room(shard, charge, name, &unique, now_us) {
+                    names[i] = self.overflow(charge);
                     continue 'overflow;
                 }
                 slots.push(unique.len());
-                unique.push(place);
-                states.push(found.flatten());
+                unique.push(name);
+                states.push(found.and_then(|place| shard.bucket(place).read(None, now_us)));
             }
             let before = states.clone();
             let replies = bucket::acquire(charges, &slots, &mut states, now_us);
-            for ((place, state), before) in unique.iter().zip(states).zip(before) {
+            for ((name, state), before) in unique.into_iter().zip(states).zip(before) {
                 if state != before {
-                    locked[of(place)].set(place, state, &self.hasher);
+                    locked[of(name)].set(name, state);
                 }
             }
             return replies;
@@ -334,78 +375,218 @@ impl Shared {
     }
 
     /// Whether a new bucket may be made, when this call also asks for those in `others`. Forgets a few full ones first.
-    fn make_room(&self, shard: &mut Shard, place: &Place, others: &[Place], now_us: u64) -> bool {
+    fn make_room(&self, shard: &mut Shard, charge: &Charge, name: Name, others: &[Name], now_us: u64) -> bool {
         shard.forget(LOOK_AT, now_us);
         let is_full = |shard: &Shard| {
-            let new = others.iter().filter(|other| other.shard() == place.shard() && !shard.holds(other)).count();
-            shard.buckets.len() + new >= self.buckets_per_shard
+            let is_new = |other: &&Name| self.shard(**other) == self.shard(name) && shard.find(**other).is_none();
+            shard.buckets + others.iter().filter(is_new).count() >= self.buckets_per_shard
         };
-        if place.name.key.is_some() && is_full(shard) {
-            shard.forget(LOOK_AT_BOUND, now_us);
-            return !is_full(shard);
+        if !is_full(shard) || name == self.shared_name(charge) {
+            return true;
         }
-        true
+        shard.forget(LOOK_AT_BOUND, now_us);
+        !is_full(shard)
     }
 
-    fn overflow(&self, place: Place) -> Place {
+    /// Names the bucket that the keys of the same limit share which have none.
+    fn shared_name(&self, charge: &Charge) -> Name {
+        self.names.name(charge.limit().hash_128(), Names::OVERFLOW)
+    }
+
+    /// The name to go on with where a charge can have no bucket of its own.
+    fn overflow(&self, charge: &Charge) -> Name {
         if self.overflowed.fetch_add(1, Ordering::Relaxed) == 0 {
-            let most = self.buckets_per_shard * SHARDS;
+            let most = self.buckets_per_shard * self.shards.len();
             log::warning!(
                 "the memory store holds as many buckets as it may ({most}): new keys share an overflow bucket"
             );
         }
-        self.place(place.name.overflow())
+        self.shared_name(charge)
+    }
+}
+
+impl Bucket {
+    const FREE: Self = Self { name: [0; 2], at_us: 0, level: 0, tokens: 0, per_us: 0, capacity: 0, next: NONE };
+
+    fn state(&self) -> State {
+        let Self { at_us, level, tokens, per_us, capacity, .. } = *self;
+        State { at_us, capacity: u64::from(capacity), tokens, per_us, level }
+    }
+
+    /// What is kept of it; `None` when its life is over, unless it makes no difference to this quota, the only one that
+    /// asks.
+    fn read(&self, quota: Option<&Quota>, now_us: u64) -> Option<State> {
+        let state = self.state();
+        (quota.is_some_and(|quota| state.is_of(quota)) || !state.is_forgotten(now_us)).then_some(state)
+    }
+
+    fn set(&mut self, state: Option<State>) {
+        let Some(State { at_us, capacity, tokens, per_us, level }) = state else { return };
+        // A capacity is at most 2³¹.
+        *self = Self { at_us, level, tokens, per_us, capacity: capacity as u32, ..*self };
     }
 }
 
 impl Shard {
-    fn holds(&self, place: &Place) -> bool {
-        self.buckets.find(place.hash, |bucket| bucket.name == place.name).is_some()
+    const fn new() -> Self {
+        Self { places: Vec::new(), chains: Vec::new(), used: 0, free: NONE, buckets: 0, hand: 0 }
     }
 
-    /// The bucket's place in the table if it has one, and its state unless its life is over.
-    fn get(&self, place: &Place, now_us: u64) -> Option<Option<State>> {
-        let bucket = self.buckets.find(place.hash, |bucket| bucket.name == place.name)?;
-        Some((!bucket.state.is_forgotten(now_us)).then_some(bucket.state))
+    fn bucket(&self, place: u32) -> &Bucket {
+        &self.places[place as usize / CHUNK][place as usize % CHUNK]
     }
 
-    fn set(&mut self, place: &Place, state: Option<State>, hasher: &RandomState) {
-        let Some(state) = state else { return };
-        match self.buckets.find_mut(place.hash, |bucket| bucket.name == place.name) {
-            Some(bucket) => bucket.state = state,
-            None => {
-                self.renew(hasher);
-                let bucket = Bucket { name: place.name, state };
-                self.buckets.insert_unique(place.hash, bucket, |bucket| hasher.hash_one(bucket.name));
+    fn bucket_mut(&mut self, place: u32) -> &mut Bucket {
+        &mut self.places[place as usize / CHUNK][place as usize % CHUNK]
+    }
+
+    /// The place of the first bucket of the chain that is for this name.
+    fn first(&self, name: Name) -> u32 {
+        let chain = self.chain(name);
+        self.chains.get(chain / CHAINS).map_or(NONE, |chains| chains[chain % CHAINS])
+    }
+
+    fn first_mut(&mut self, name: Name) -> &mut u32 {
+        let chain = self.chain(name);
+        &mut self.chains[chain / CHAINS][chain % CHAINS]
+    }
+
+    /// The number of the chain: as many of the name's bits as number all chains, and one bit less for a chain that is
+    /// not there yet.
+    fn chain(&self, name: Name) -> usize {
+        let mask = self.used.next_power_of_two() - 1;
+        let chain = name[1] as u32 & mask;
+        (if chain < self.used { chain } else { chain & (mask >> 1) }) as usize
+    }
+
+    fn find(&self, name: Name) -> Option<u32> {
+        let mut place = self.first(name);
+        while place != NONE {
+            let bucket = self.bucket(place);
+            if bucket.name == name {
+                return Some(place);
             }
+            place = bucket.next;
         }
+        None
     }
 
-    /// Makes the table anew in its own size where forgotten buckets have used up its places, which would double it.
-    fn renew(&mut self, hasher: &RandomState) {
-        let (buckets, places) = (self.buckets.len(), self.buckets.num_buckets());
-        // Fuller than that it has to grow.
-        if buckets < self.buckets.capacity() || buckets > places / 16 * 13 {
+    fn set(&mut self, name: Name, state: Option<State>) {
+        if state.is_none() {
             return;
         }
-        let hash = |bucket: &Bucket| hasher.hash_one(bucket.name);
-        let mut renewed = HashTable::with_capacity(places / 8 * 7);
-        for bucket in self.buckets.drain() {
-            renewed.insert_unique(hash(&bucket), bucket, hash);
-        }
-        self.buckets = renewed;
+        let place = self.find(name).unwrap_or_else(|| self.insert(name));
+        self.bucket_mut(place).set(state);
     }
 
-    /// Looks at the next `places` of the table and forgets the buckets there whose life is over.
+    fn insert(&mut self, name: Name) -> u32 {
+        let place = match self.free {
+            NONE => self.add_place(),
+            free => {
+                self.free = self.bucket(free).next;
+                free
+            }
+        };
+        *self.bucket_mut(place) = Bucket { name, ..Bucket::FREE };
+        self.link(place);
+        self.buckets += 1;
+        place
+    }
+
+    /// Puts a bucket at the head of its chain.
+    fn link(&mut self, place: u32) {
+        let name = self.bucket(place).name;
+        self.bucket_mut(place).next = std::mem::replace(self.first_mut(name), place);
+    }
+
+    /// One place more, and one chain, which takes about half of the buckets of the chain that was there in its stead.
+    fn add_place(&mut self) -> u32 {
+        let new = self.used;
+        if new as usize == self.places.len() * CHUNK {
+            self.places.push(Box::new([Bucket::FREE; CHUNK]));
+        }
+        if new as usize == self.chains.len() * CHAINS {
+            self.chains.push(Box::new([NONE; CHAINS]));
+        }
+        self.used += 1;
+        // Its number without the topmost bit.
+        let other = (new - self.used.next_power_of_two() / 2) as usize;
+        let mut rest = std::mem::replace(&mut self.chains[other / CHAINS][other % CHAINS], NONE);
+        while rest != NONE {
+            let next = self.bucket(rest).next;
+            self.link(rest);
+            rest = next;
+        }
+        new
+    }
+
+    fn remove(&mut self, place: u32) {
+        let Bucket { name, next, .. } = *self.bucket(place);
+        let mut before = self.first(name);
+        if before == place {
+            *self.first_mut(name) = next;
+        } else {
+            while self.bucket(before).next != place {
+                before = self.bucket(before).next;
+            }
+            self.bucket_mut(before).next = next;
+        }
+        *self.bucket_mut(place) = Bucket { next: self.free, ..Bucket::FREE };
+        self.free = place;
+        self.buckets -= 1;
+    }
+
+    /// Looks at the next `places` and forgets the buckets there whose life is over.
     fn forget(&mut self, places: usize, now_us: u64) {
-        let all = self.buckets.num_buckets();
-        for _ in 0..places.min(all) {
-            self.hand = (self.hand + 1) % all;
-            if let Ok(bucket) = self.buckets.get_bucket_entry(self.hand)
-                && bucket.get().state.is_forgotten(now_us)
-            {
-                bucket.remove();
+        for _ in 0..places.min(self.used as usize) {
+            self.hand = if self.hand + 1 < self.used { self.hand + 1 } else { 0 };
+            let bucket = self.bucket(self.hand);
+            if bucket.tokens > 0 && bucket.state().is_forgotten(now_us) {
+                self.remove(self.hand);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Names that are alike in the bits that number a chain, and others.
+    fn name(i: u64) -> Name {
+        [i, if i.is_multiple_of(3) { i << 20 } else { i.wrapping_mul(0x9e37_79b9_7f4a_7c15) }]
+    }
+
+    fn state(at_us: u64) -> State {
+        // Full a second after it was written.
+        State { at_us, capacity: 1, tokens: 1, per_us: 1_000_000, level: 0 }
+    }
+
+    #[test]
+    fn a_shard_agrees_with_a_map_whatever_is_made_and_forgotten() {
+        let (mut shard, mut map) = (Shard::new(), HashMap::new());
+        let mut random = 1u64;
+        for step in 0..24_000u64 {
+            random ^= random << 13;
+            random ^= random >> 7;
+            random ^= random << 17;
+            // It grows to a thousand, shrinks to nothing, and grows again.
+            let (i, now_us) = (random % 1_000, step * if step % 8_000 < 4_000 { 10 } else { 10_000 });
+            if random >> 63 == 0 {
+                shard.set(name(i), Some(state(now_us)));
+                map.insert(i, state(now_us));
+            } else {
+                let before = shard.buckets;
+                shard.forget(3, now_us);
+                assert!(before - shard.buckets <= 3);
+                if shard.buckets < before {
+                    map.retain(|i, state| !state.is_forgotten(now_us) || shard.find(name(*i)).is_some());
+                }
+            }
+            assert_eq!(shard.buckets, map.len());
+            assert_eq!(shard.find(name(i)).map(|place| shard.bucket(place).state()), map.get(&i).copied());
+        }
+        assert!((0..1_000).all(|i| shard.find(name(i)).is_some() == map.contains_key(&i)));
+        assert!(shard.used <= 1_000, "places are used again");
     }
 }

@@ -50,6 +50,7 @@ mod server;
 #[path = "../support/topology.rs"]
 mod topology;
 
+mod allocations;
 mod arithmetic;
 #[cfg(target_os = "linux")]
 mod clock;
