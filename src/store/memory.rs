@@ -1,6 +1,5 @@
 //! Buckets in the memory of this process.
 
-use std::collections::HashMap;
 use std::convert::Infallible;
 use std::fmt;
 use std::future::{Ready, ready};
@@ -22,6 +21,7 @@ use crate::outbound::{AdaptiveStore, Paced, Pacer, Pacing, Rates};
 use crate::pace::{self, Pace, PaceReply};
 use crate::quota::Quota;
 use crate::store::Store;
+use crate::store::paces::Paces;
 
 /// Fewest and most locks over disjoint parts of the buckets: powers of two.
 const SHARDS: (usize, usize) = (64, 1 << 12);
@@ -71,20 +71,8 @@ struct Shared {
     shards: Box<[Mutex<Shard>]>,
     buckets_per_shard: usize,
     overflowed: AtomicU64,
-    /// Buckets whose rate adapts: few, since they are those of peers.
+    /// Buckets whose rate adapts.
     paces: Mutex<Paces>,
-}
-
-#[derive(Default)]
-struct Paces {
-    of: HashMap<(u128, BucketKey), Kept>,
-    /// When there are so many, those whose life is over are forgotten.
-    look_at: usize,
-}
-
-struct Kept {
-    pace: Pace,
-    until_us: u64,
 }
 
 /// Buckets under one lock, in a chained hash table that grows by one place and one chain at a time (linear hashing).
@@ -171,7 +159,7 @@ impl MemoryStore {
             // No more than there are numbers of places.
             buckets_per_shard: buckets.div_ceil(shards).min(1 << 31),
             overflowed: AtomicU64::new(0),
-            paces: Mutex::default(),
+            paces: Mutex::new(Paces::new(buckets)),
         };
         Self { shared: Arc::new(shared) }
     }
@@ -215,30 +203,17 @@ impl Pacer for MemoryStore {
 impl MemoryStore {
     /// Goes on from what another store has said of a rate that adapts, at one `share`-th of it.
     pub(crate) fn go_on_from(&self, pacing: &Pacing, reply: PaceReply, share: u32) {
-        let Pacing { limit, key, settings, .. } = pacing;
         let now_us = self.shared.now_us() + pace::BEGIN_US;
-        let pace = Pace::of_reply(reply, settings, share, now_us);
-        let mut paces = self.shared.paces.lock().unwrap_or_else(PoisonError::into_inner);
-        let kept = Kept { pace, until_us: now_us + pace.life_ms(settings, now_us) * 1000 };
-        paces.of.insert((limit.hash_128(), *key), kept);
+        let pace = Pace::of_reply(reply, &pacing.settings, share, now_us);
+        self.shared.paces().go_on_from(pacing, pace, now_us);
     }
 
     /// Answers one question about a rate that adapts.
     pub(crate) fn pace_now(&self, pacing: &Pacing) -> PaceReply {
-        let Pacing { limit, key, settings, ask } = pacing;
         let now_us = self.shared.now_us() + pace::BEGIN_US;
-        let mut paces = self.shared.paces.lock().unwrap_or_else(PoisonError::into_inner);
-        let name = (limit.hash_128(), *key);
-        let mut state = paces.of.get(&name).filter(|kept| now_us < kept.until_us).map(|kept| kept.pace);
-        let before = state;
-        let reply = pace::ask(&mut state, settings, *ask, now_us);
-        if let Some(pace) = state.filter(|state| Some(*state) != before) {
-            if paces.of.len() >= paces.look_at {
-                paces.of.retain(|_, kept| now_us < kept.until_us);
-                paces.look_at = 1024.max(2 * paces.of.len());
-            }
-            let until_us = now_us + pace.life_ms(settings, now_us) * 1000;
-            paces.of.insert(name, Kept { pace, until_us });
+        let (reply, is_overflow) = self.shared.paces().ask(pacing, now_us);
+        if is_overflow {
+            self.shared.count_overflow();
         }
         reply
     }
@@ -394,13 +369,21 @@ impl Shared {
     }
 
     /// The name to go on with where a charge can have no bucket of its own.
-    fn overflow(&self, charge: &Charge) -> Name {
+    fn paces(&self) -> MutexGuard<'_, Paces> {
+        self.paces.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn count_overflow(&self) {
         if self.overflowed.fetch_add(1, Ordering::Relaxed) == 0 {
             let most = self.buckets_per_shard * self.shards.len();
             log::warning!(
                 "the memory store holds as many buckets as it may ({most}): new keys share an overflow bucket"
             );
         }
+    }
+
+    fn overflow(&self, charge: &Charge) -> Name {
+        self.count_overflow();
         self.shared_name(charge)
     }
 }
@@ -564,7 +547,7 @@ mod tests {
 
     #[test]
     fn a_shard_agrees_with_a_map_whatever_is_made_and_forgotten() {
-        let (mut shard, mut map) = (Shard::new(), HashMap::new());
+        let (mut shard, mut map) = (Shard::new(), std::collections::HashMap::new());
         let mut random = 1u64;
         for step in 0..24_000u64 {
             random ^= random << 13;

@@ -9,6 +9,7 @@ use crate::key::BucketKey;
 use crate::limit::Limit;
 
 pub(crate) mod memory;
+mod paces;
 #[cfg(feature = "redis")]
 pub(crate) mod redis;
 

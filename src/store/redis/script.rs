@@ -209,7 +209,7 @@ pub(super) fn call_for_all(by: By, requests: &[&Acquire]) -> (Cmd, Vec<Part>) {
     let mut text = String::with_capacity(64 * total);
     let mut ends = Vec::with_capacity(total);
     for request in requests {
-        for charge in &request.charges {
+        for charge in request.charges.iter() {
             request.script.write_key(&mut text, charge);
             ends.push(text.len());
         }
