@@ -201,6 +201,7 @@ impl Connection {
 
     /// The open connection; waits for the attempt to make one, or for its error.
     pub(super) async fn open(&self) -> RedisResult<Open> {
+        let began = Instant::now();
         loop {
             // Before the look, so that an attempt that ends in between is not missed.
             let mut ended = self.shared.ended.subscribe();
@@ -209,6 +210,8 @@ impl Connection {
             }
             // The sender is part of `self`. An attempt that hangs, or that nobody runs, does not end.
             let _ = timeout(CONNECT_AGAIN, ended.changed()).await;
+            // Where attempts hang there is always another under way.
+            self.shared.failed_since(began)?;
         }
     }
 
@@ -256,6 +259,15 @@ impl Shared {
         let attempt = Attempt { shared: Arc::clone(self), generation: link.attempts, result };
         runtime.spawn(attempt.connect());
         Ok(None)
+    }
+
+    /// The error of an attempt that has ended since, if there is no connection.
+    fn failed_since(&self, began: Instant) -> RedisResult<()> {
+        let link = self.link();
+        match &link.failed {
+            Some((at, error)) if link.open.is_none() && *at >= began => Err(error.clone()),
+            _ => Ok(()),
+        }
     }
 
     fn lost(&self, generation: Generation) {
