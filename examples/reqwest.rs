@@ -34,7 +34,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let to = std::env::args().nth(1).ok_or("give a URL, such as http://127.0.0.1:4000/hook")?;
     let published = PublishedLimit::new(10, Duration::from_secs(1)).bursts_to(4);
     let limiter = Limiter::new(MemoryStore::new(), "webhooks", published.try_quota()?)
-        .adaptive(AdaptiveRate::below(10.0))
+        .adaptive(AdaptiveRate::of(published.try_quota()?))
         .on_event(|_, event| match event {
             Event::Acquired { waited, .. } => println!("waited {waited:.0?}"),
             Event::Refused(state) => println!("refused: {:.0?} of quiet, then {}/s", state.cooldown, state.rate),
@@ -51,8 +51,8 @@ async fn main() -> Result<(), Box<dyn Error>> {
             Ok(response) if response.status() == http::StatusCode::TOO_MANY_REQUESTS => {}
             Ok(response) => return Err(format!("the endpoint answers {}", response.status()).into()),
             // Nothing was sent: no attempt is counted.
-            Err(ThrottleError::Acquire(error)) => {
-                tokio::time::sleep(error.retry_after().ok_or("no wait helps")?).await;
+            Err(ThrottleError::Acquire(error)) if !error.is_permanent() => {
+                tokio::time::sleep(error.retry_after().unwrap_or(Duration::from_secs(1))).await;
             }
             Err(error) => return Err(error.into()),
         }

@@ -61,6 +61,13 @@ impl<St: AdaptiveStore> Limiter<St> {
     }
 }
 
+impl<St> Limiter<St> {
+    #[cfg(feature = "ratelimit-fields")]
+    pub(super) fn is_adaptive(&self) -> bool {
+        self.shared.adaptive.is_some()
+    }
+}
+
 impl<St: Store> Limiter<St> {
     /// The rate of a key at the moment, in tokens per second: what it has adapted to, or the quota's.
     ///

@@ -9,7 +9,8 @@ use crate::key::NoKey;
 /// Why there were no tokens: nothing was taken, and nothing is sent.
 ///
 /// It is no failure of the peer. Put what was to be sent back into its queue, for [`retry_after`](Self::retry_after), and
-/// do not count an attempt.
+/// do not count an attempt for it: attempts are what the peer has answered, or failed to. What
+/// [`is_permanent`](Self::is_permanent) is not to be tried again.
 ///
 /// # Example
 ///
@@ -43,7 +44,7 @@ pub enum AcquireError {
         /// The most that the bucket holds.
         capacity: u64,
     },
-    /// As many wait as may.
+    /// As many wait as [may](super::Limiter::max_waiters).
     Crowded,
     /// The request names no bucket.
     NoKey(NoKey),
@@ -55,7 +56,13 @@ pub enum AcquireError {
 }
 
 impl AcquireError {
-    /// When to try again; `None` when no wait helps, or it is not known how long.
+    /// Whether no wait helps: the cost is above the capacity, or the request names no bucket.
+    #[must_use]
+    pub fn is_permanent(&self) -> bool {
+        matches!(self, Self::TooDear { .. } | Self::NoKey(_))
+    }
+
+    /// When to try again; `None` when no wait helps, or it is not known how long, as when [too many](Self::Crowded) wait.
     #[must_use]
     pub fn retry_after(&self) -> Option<Duration> {
         match self {
@@ -73,7 +80,13 @@ impl fmt::Display for AcquireError {
                 write!(f, "a cost of {cost} is above the capacity {capacity}: it can never be paid")
             }
             Self::Crowded => f.write_str("as many wait for tokens as may"),
-            Self::NoKey(_) => f.write_str("the request names no bucket"),
+            Self::NoKey(NoKey::Credential(header)) => {
+                write!(f, "the request names no bucket: no credential in {header}")
+            }
+            Self::NoKey(NoKey::Identity) => f.write_str(
+                "the request names no bucket: no host in its URL or `Host` field, or none that `key_by` finds",
+            ),
+            Self::NoKey(NoKey::Peer) => f.write_str("the request names no bucket: it has no peer"),
             Self::StoreFailed { retry_after } => {
                 write!(f, "the store of the buckets failed: it is asked again in {retry_after:?}")
             }

@@ -198,7 +198,8 @@ impl<St: Clone> Limiter<St> {
     }
 
     /// Calls `watch` with everything that [happens](Event), for metrics and alerts: at once, in the task in which it happens,
-    /// so it must not block. The last one set is called.
+    /// so it must not block. The last one set is called, and one that panics is no fault of the limiter. The key shows as a
+    /// hash: to name an endpoint, keep a map from `BucketKey` to its name.
     ///
     /// # Example
     ///
@@ -215,10 +216,10 @@ impl<St: Clone> Limiter<St> {
     /// let sum = Arc::clone(&waited_ms);
     /// let limiter = Limiter::new(MemoryStore::new(), "webhooks", Quota::per_second(10).with_capacity(1))
     ///     .adaptive(AdaptiveRate::below(10.0))
-    ///     .on_event(move |endpoint, event| match event {
+    ///     .on_event(move |key, event| match event {
     ///         Event::Acquired { waited, .. } => drop(sum.fetch_add(waited.as_millis() as u64, Relaxed)),
     ///         Event::Refused(state) if state.at_floor > Some(Duration::from_secs(300)) => {
-    ///             eprintln!("{endpoint} has refused all but {} requests a second for 5 minutes", state.rate);
+    ///             eprintln!("{key} has refused all but {} requests a second for 5 minutes", state.rate);
     ///         }
     ///         _ => {}
     ///     });
@@ -245,7 +246,8 @@ impl<St: Store> Limiter<St> {
     }
 
     /// Waits for `cost` tokens and takes them, and returns how long that took: at most
-    /// [`max_wait`](Self::max_wait). Where that is known not to be enough, it fails at once.
+    /// [`max_wait`](Self::max_wait), and the [`deadline`](Self::deadline) of one check. Where that is known not to be
+    /// enough, it fails at once.
     ///
     /// Dropped before it is ready it takes nothing, unless the store is being asked at that moment: then the tokens go to
     /// the next that waits.

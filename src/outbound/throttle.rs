@@ -1,16 +1,17 @@
 //! A client service that sends nothing without tokens.
 
 use std::fmt;
-use std::future::Future;
+use std::future::{Future, ready};
 use std::mem;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, ready};
+use std::task::{self, Context, Poll};
 use std::time::Duration;
 
 use http::request::Parts;
 use http::{Request, Response};
 use pin_project_lite::pin_project;
+use tokio::runtime::Handle;
 use tower_layer::Layer;
 use tower_service::Service;
 
@@ -18,6 +19,8 @@ use super::error::{AcquireError, ThrottleError};
 use super::limiter::Limiter;
 use super::peer::{ReadRemaining, Said, said};
 use crate::cost::{Cost, CostTable};
+#[cfg(feature = "ratelimit-fields")]
+use crate::error::{ConfigError, or_panic};
 use crate::key::{BucketKey, KeyExtractor, NoKey};
 use crate::store::Store;
 
@@ -57,8 +60,8 @@ impl KeyExtractor for Host {
 /// [`Identity::of`](crate::Identity::of). A request that gets no tokens in time is [`ThrottleError::Acquire`], distinct
 /// from the errors of the inner service: put it back into its queue and count no attempt.
 ///
-/// With an [adaptive](Limiter::adaptive) limiter, a 429 of the peer, or a 503 with a `Retry-After`, is reported to all
-/// senders before the response is handed on.
+/// With an [adaptive](Limiter::adaptive) limiter, and only with one, a 429 of the peer, or a 503 with a `Retry-After`, is
+/// reported to all senders before the response is handed on, or if it is dropped.
 ///
 /// Where a request is retried, put this layer inside the retries, so that each attempt waits for its own tokens. A timeout
 /// belongs inside this layer as well, so that waiting is not counted.
@@ -130,9 +133,29 @@ impl<St: Store> ThrottleLayer<St> {
     /// several limits the one with the least counts. Fields that are malformed are ignored.
     ///
     /// Only for a peer whose limit is that of the key, and not one that it has for each path.
+    ///
+    /// # Panics
+    ///
+    /// When the limiter does not adapt; [`try_read_ratelimit_fields`](Self::try_read_ratelimit_fields) returns the error.
     #[cfg(feature = "ratelimit-fields")]
+    #[track_caller]
     pub fn read_ratelimit_fields(self) -> Self {
-        self.set(|shared| shared.remaining = Some(super::fields::remaining))
+        or_panic(self.try_read_ratelimit_fields())
+    }
+
+    /// Reads what the peer says of its limits, like [`read_ratelimit_fields`](Self::read_ratelimit_fields).
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::AdaptiveRate`] when the limiter does not adapt.
+    #[cfg(feature = "ratelimit-fields")]
+    pub fn try_read_ratelimit_fields(self) -> Result<Self, ConfigError> {
+        if !self.shared.limiter.is_adaptive() {
+            let reason =
+                "a limiter that does not adapt has no use for a peer's fields: call `adaptive` first".to_owned();
+            return Err(ConfigError::AdaptiveRate { reason });
+        }
+        Ok(self.set(|shared| shared.remaining = Some(super::fields::remaining)))
     }
 }
 
@@ -222,6 +245,20 @@ pin_project! {
         #[pin]
         state: State<S, S::Future, S::Response, B>,
     }
+
+    impl<S, St, B> PinnedDrop for ResponseFuture<S, St, B>
+    where
+        S: Service<Request<B>>,
+    {
+        /// What a peer has said is for all senders, whether this one still waits for the response or not.
+        fn drop(this: Pin<&mut Self>) {
+            if let StateProject::Reporting { report, .. } = this.project().state.project()
+                && let Ok(runtime) = Handle::try_current()
+            {
+                runtime.spawn(mem::replace(report, Box::pin(ready(Ok(())))));
+            }
+        }
+    }
 }
 
 pin_project! {
@@ -250,16 +287,18 @@ where
         loop {
             let result = match this.state.as_mut().project() {
                 // Acquiring => Readying | Done
-                StateProject::Acquiring { acquire, call } => match (ready!(acquire.as_mut().poll(cx)), call.take()) {
-                    (Ok(_), Some((inner, request))) => {
-                        this.state.set(State::Readying { inner, request });
-                        continue;
+                StateProject::Acquiring { acquire, call } => {
+                    match (task::ready!(acquire.as_mut().poll(cx)), call.take()) {
+                        (Ok(_), Some((inner, request))) => {
+                            this.state.set(State::Readying { inner, request });
+                            continue;
+                        }
+                        (Err(error), _) => Err(ThrottleError::Acquire(error)),
+                        (Ok(_), None) => panic!("polled after completion"),
                     }
-                    (Err(error), _) => Err(ThrottleError::Acquire(error)),
-                    (Ok(_), None) => panic!("polled after completion"),
-                },
+                }
                 // Readying => Calling | Done
-                StateProject::Readying { inner, request } => match ready!(inner.poll_ready(cx)) {
+                StateProject::Readying { inner, request } => match task::ready!(inner.poll_ready(cx)) {
                     Ok(()) => {
                         let request = mem::take(request).expect("polled after completion");
                         let response = inner.call(request);
@@ -270,7 +309,7 @@ where
                 },
                 // Calling => Reporting | Done
                 StateProject::Calling { response } => {
-                    let result = ready!(response.poll(cx)).map_err(ThrottleError::Inner);
+                    let result = task::ready!(response.poll(cx)).map_err(ThrottleError::Inner);
                     let said = result.as_ref().ok().and_then(|response| said(response, *this.remaining));
                     match (result, said, *this.key) {
                         (Ok(response), Some(said), Some(key)) => {
@@ -290,7 +329,7 @@ where
                 // Reporting => Done
                 StateProject::Reporting { report, response } => {
                     // Where the store fails nothing more can be done about it; the response is the caller's all the same.
-                    let _ = ready!(report.as_mut().poll(cx));
+                    let _ = task::ready!(report.as_mut().poll(cx));
                     Ok(response.take().expect("polled after completion"))
                 }
                 StateProject::Done => panic!("polled after completion"),
