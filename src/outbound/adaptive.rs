@@ -200,7 +200,9 @@ impl<St: Store> Shared<St> {
         match timeout(deadline, rates.pace(pacing, deadline)).await {
             Ok(Ok(reply)) => {
                 self.checks.failures.answered();
-                heard.store_said(key, reply, settings.ceiling, Instant::now());
+                if rates.may_fail() {
+                    heard.store_said(key, reply, settings.ceiling, Instant::now());
+                }
                 Ok(reply)
             }
             Ok(Err(error)) => Err(self.checks.failed(&*error)),

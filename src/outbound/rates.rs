@@ -55,6 +55,11 @@ impl Rates {
     pub(super) fn pace(&self, pacing: Pacing, deadline: Duration) -> Paced {
         self.0.pace(pacing, deadline)
     }
+
+    /// Whether what they say has to be remembered here.
+    pub(super) fn may_fail(&self) -> bool {
+        self.0.may_fail()
+    }
 }
 
 impl fmt::Debug for Rates {
@@ -65,6 +70,9 @@ impl fmt::Debug for Rates {
 
 pub(crate) trait Pacer: Send + Sync + 'static {
     fn pace(&self, pacing: Pacing, deadline: Duration) -> Paced;
+
+    /// Whether there may be no answer.
+    fn may_fail(&self) -> bool;
 }
 
 /// The answer to come.

@@ -198,6 +198,10 @@ impl Pacer for MemoryStore {
         let reply = self.pace_now(&pacing);
         Box::pin(ready(Ok(reply)))
     }
+
+    fn may_fail(&self) -> bool {
+        false
+    }
 }
 
 impl MemoryStore {

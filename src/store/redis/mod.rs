@@ -357,6 +357,10 @@ impl AdaptiveStore for RedisStore {
 }
 
 impl Pacer for RedisStore {
+    fn may_fail(&self) -> bool {
+        true
+    }
+
     fn pace(&self, pacing: Pacing, deadline: Duration) -> Paced {
         let call = PaceCall { script: Arc::clone(&self.script), pacing };
         let boxed = |error| -> Box<dyn std::error::Error + Send + Sync> { Box::new(error) };
