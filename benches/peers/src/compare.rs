@@ -9,10 +9,10 @@ use crate::{request, script, shards, whole};
 /// The program.
 pub fn main() {
     let began = Instant::now();
-    let requests = request::measure(crate::number("ROUNDS", 51));
+    let requests = request::measure(crate::number("ROUNDS", 101));
     request::print(&requests);
-    let keys = request::measure_keys(11);
-    request::print_keys(&keys);
+    let growth = request::measure_growth(101);
+    request::print_growth(&growth);
     let scripts = script::measure(31);
     let servers = whole::measure(5, Duration::from_millis(250));
     let instructions = whole::instructions();
@@ -21,7 +21,7 @@ pub fn main() {
     shards::print(&cases, &memory);
 
     println!("{}", Row::heading());
-    let rows = request::rows(&requests, &keys).into_iter().chain(script::rows(&scripts));
+    let rows = request::rows(&requests, &growth).into_iter().chain(script::rows(&scripts));
     let rows = rows.chain(whole::rows(&servers, &instructions)).chain(shards::rows(&cases, &memory));
     rows.for_each(|row| println!("{}", row.line()));
 
@@ -29,7 +29,7 @@ pub fn main() {
     std::fs::create_dir_all(&docs).expect("the repository is writable");
     let pictures = [
         ("request.svg", request::chart(&requests)),
-        ("keys.svg", request::chart_keys(&keys)),
+        ("growth.svg", request::chart_growth(&growth)),
         ("script.svg", script::chart(&scripts)),
         ("server-memory.svg", whole::chart(&servers, false)),
         ("server-redis.svg", whole::chart(&servers, true)),

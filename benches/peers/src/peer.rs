@@ -126,16 +126,28 @@ pub(crate) fn tower_governor_with_headers(rule: Rule) -> GovernorLayer<HeaderKey
     GovernorLayer::new(builder.key_extractor(HeaderKey).use_headers().finish().expect("a quota"))
 }
 
+/// One more limit of ours.
+pub(crate) fn limit(number: usize, rule: Rule) -> Limit {
+    Limit::new(&format!("limit-{number}"), rule.quota()).key_by(ApiKey::unverified("x-api-key"))
+}
+
 /// Inside a runtime: it has a task that forgets idle keys.
 pub(crate) fn axum_governor(rule: Rule) -> axum_governor::GovernorLayer<String> {
+    axum_governor_stack(rule, 1)
+}
+
+/// As many limits in one layer.
+pub(crate) fn axum_governor_stack(rule: Rule, limits: usize) -> axum_governor::GovernorLayer<String> {
     use axum_governor::{GovernorConfigBuilder, GovernorLayer, Quota, extractor::Header};
+    const NAMES: [&str; 4] = ["limit-0", "limit-1", "limit-2", "limit-3"];
     let quota = match rule {
         Rule::Plenty => Quota::requests_per_second(nz!(10_000_000u32)).burst(nz!(1_000_000u32)),
         Rule::Served => Quota::requests_per_second(nz!(1_000u32)).burst(nz!(50_000u32)),
         Rule::Scarce => Quota::seconds_per_request(nz!(86_400u32)),
     };
-    let config = GovernorConfigBuilder::default().with_extractor(Header(&API_KEY)).quota_default(quota).finish();
-    GovernorLayer::new(config.expect("a quota"))
+    let builder = GovernorConfigBuilder::default().with_extractor(Header(&API_KEY)).quota_default(quota);
+    let builder = NAMES[1..limits].iter().fold(builder, |builder, name| builder.stack(name, Header(&API_KEY), quota));
+    GovernorLayer::new(builder.finish().expect("a quota"))
 }
 
 /// The key of axum_gcra.
@@ -216,6 +228,8 @@ pub(crate) async fn tower_rate_limit_redis(rule: Rule, url: &str) -> tower_rate_
         .key_resolver(Resolver)
         .capacity(rule.capacity().try_into().expect("a capacity that it can hold"))
         .emission_interval(rule.period())
+        // As in its example.
+        .timeout(Duration::from_millis(300))
         .build()
 }
 

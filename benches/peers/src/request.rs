@@ -1,7 +1,7 @@
 //! What each layer adds to a request: tower services around an empty handler, with buckets in memory.
 //!
-//! Instructions are counted by valgrind, which runs this program with N and with 2 N requests: the difference has no
-//! start-up in it and does not depend on the machine's mood. Without valgrind that column is empty, and a line says so.
+//! Instructions are counted by valgrind, which runs this program again and counts nothing but the requests, after a few
+//! that warm up: they do not depend on the machine's mood. Without valgrind that column is empty, and a line says so.
 
 use std::convert::Infallible;
 use std::future::{Future, Ready, ready};
@@ -18,16 +18,16 @@ use axum::extract::ConnectInfo;
 use axum::middleware::from_fn_with_state;
 use http::{HeaderValue, Request, Response, StatusCode};
 use tower::{Layer, Service};
-use tower_token_bucket::HeaderStyle;
+use tower_token_bucket::{CostTable, HeaderStyle, MemoryStore, TokenBucketLayer};
 
 use crate::chart::{Axis, Chart, Form, Panel, Series};
 use crate::peer::{self, API_KEY, AXUM_GCRA, AXUM_GOVERNOR, LIMITADOR, OURS, Rule, TOWER_GOVERNOR};
 use crate::table::{Row, Target, figure, median, ratio};
 
-/// Requests in one sample of the time, and N for the instructions.
+/// Requests in one sample of the time, and for the instructions.
 const REQUESTS: usize = 1_000;
 const COUNTED: usize = 300;
-/// Names the case that valgrind runs, and how many requests.
+/// Names the case that valgrind runs.
 const CASE: &str = "PEERS_REQUEST";
 
 type Run = Box<dyn FnMut(usize)>;
@@ -184,18 +184,23 @@ pub(crate) type Both = [Vec<Measured>; 2];
 
 const RULES: [Rule; 2] = [Rule::Plenty, Rule::Scarce];
 
+/// Runs this program under valgrind, which counts what is done in functions of this name.
+pub(crate) fn valgrind(function: &str) -> Option<Command> {
+    let mut command = Command::new("valgrind");
+    command.args(["--tool=callgrind", "--callgrind-out-file=/dev/null", "--collect-atstart=no"]);
+    command.arg(format!("--toggle-collect=*{function}*")).arg(std::env::current_exe().ok()?);
+    Some(command)
+}
+
 /// What valgrind counts for one request; `None` where it does not run.
 fn instructions(case: usize, rule: usize) -> Option<f64> {
-    let count = |requests: usize| -> Option<f64> {
-        let output = Command::new("valgrind")
-            .args(["--tool=callgrind", "--callgrind-out-file=/dev/null"])
-            .arg(std::env::current_exe().ok()?)
-            .env(CASE, format!("{requests} {case} {rule}"))
-            .output()
-            .ok()?;
-        collected(&output)
-    };
-    Some((count(2 * COUNTED)? - count(COUNTED)?) / COUNTED as f64)
+    let output = valgrind("counted_requests")?.env(CASE, format!("{case} {rule}")).output().ok()?;
+    Some(collected(&output)? / COUNTED as f64)
+}
+
+#[inline(never)]
+fn counted_requests(run: &mut Run) {
+    run(COUNTED);
 }
 
 /// The instructions that valgrind has counted.
@@ -213,12 +218,13 @@ fn runtime() -> tokio::runtime::Runtime {
 /// Whether this process is one that valgrind counts.
 pub(crate) fn child() -> bool {
     let Ok(what) = std::env::var(CASE) else { return false };
-    let mut numbers = what.split(' ').map(|number| number.parse::<usize>().expect("a number"));
-    let mut next = || numbers.next().expect("three numbers");
-    let (requests, case, rule) = (next(), next(), next());
+    let (case, rule) = what.split_once(' ').expect("two numbers");
+    let number = |text: &str| text.parse::<usize>().expect("a number");
     let runtime = runtime();
     let _inside = runtime.enter();
-    (CASES[case].run)(RULES[rule])(requests);
+    let mut run = (CASES[number(case)].run)(RULES[number(rule)]);
+    run(100);
+    counted_requests(&mut run);
     true
 }
 
@@ -262,14 +268,17 @@ fn added(all: &[Measured], case: usize) -> Added {
     }
 }
 
-/// Nanoseconds that a layer adds to a request by one of so many keys, each asked in turn.
-pub(crate) struct Keys {
-    pub(crate) keys: usize,
-    /// The handler alone, ours, tower_governor and axum-governor; a figure for each round.
+/// What a layer adds as something grows: the number of keys, each asked in turn, of limits, or of routes with a cost.
+pub(crate) struct Growth {
+    name: &'static str,
+    /// Nanoseconds of the handler alone, ours, tower_governor and axum-governor, where they have such a thing; a figure for
+    /// each round.
     times: [Vec<f64>; 4],
 }
 
-const KEYED: [&str; 4] = ["handler alone", OURS, TOWER_GOVERNOR, AXUM_GOVERNOR];
+const GROWN: [&str; 4] = ["handler alone", OURS, TOWER_GOVERNOR, AXUM_GOVERNOR];
+/// What the ratio at 1 M keys is taken of.
+const MOST_KEYS: &str = "1 M keys";
 
 fn keyed<S, B>(mut service: S, keys: std::rc::Rc<Vec<HeaderValue>>) -> Run
 where
@@ -289,35 +298,79 @@ where
     })
 }
 
-pub(crate) fn measure_keys(rounds: usize) -> Vec<Keys> {
-    const SAMPLE: usize = 10_000;
-    let runtime = runtime();
-    let _inside = runtime.enter();
-    let of = |keys: usize| {
-        let key = |i: usize| HeaderValue::try_from(format!("sk_live_{:032x}", i * 0x9e37_79b9)).expect("a key");
-        let all = std::rc::Rc::new((0..keys).map(key).collect::<Vec<_>>());
-        let rule = Rule::Plenty;
-        let mut runs = [
-            keyed(ok(), all.clone()),
-            keyed(peer::memory(rule, true, HeaderStyle::Off).layer(ok()), all.clone()),
-            keyed(peer::tower_governor(rule).layer(ok()), all.clone()),
-            keyed(peer::axum_governor(rule).layer(ok()), all.clone()),
-        ];
-        runs.iter_mut().for_each(|run| run(keys));
-        let mut times: [Vec<f64>; 4] = Default::default();
-        for _ in 0..rounds {
-            for (run, times) in runs.iter_mut().zip(&mut times) {
-                let started = Instant::now();
-                run(SAMPLE);
-                times.push(started.elapsed().as_nanos() as f64 / SAMPLE as f64);
-            }
-        }
-        Keys { keys, times }
-    };
-    [1, 10_000, 1_000_000].map(of).into()
+fn by_keys(keys: usize) -> Vec<Run> {
+    let key = |i: usize| HeaderValue::try_from(format!("sk_live_{:032x}", i * 0x9e37_79b9)).expect("a key");
+    let all = std::rc::Rc::new((0..keys).map(key).collect::<Vec<_>>());
+    let rule = Rule::Plenty;
+    let mut runs = vec![
+        keyed(ok(), all.clone()),
+        keyed(peer::memory(rule, true, HeaderStyle::Off).layer(ok()), all.clone()),
+        keyed(peer::tower_governor(rule).layer(ok()), all.clone()),
+        keyed(peer::axum_governor(rule).layer(ok()), all),
+    ];
+    runs.iter_mut().for_each(|run| run(keys));
+    runs
 }
 
-impl Keys {
+/// tower_governor knows one limit: it stands there as many times.
+fn by_limits(limits: usize) -> Vec<Run> {
+    let rule = Rule::Plenty;
+    let governor = || peer::tower_governor(rule);
+    let ours = (1..limits).fold(peer::memory(rule, true, HeaderStyle::Off), |layer, i| layer.and(peer::limit(i, rule)));
+    vec![
+        run(ok(), rule),
+        run(ours.layer(ok()), rule),
+        match limits {
+            1 => run(governor().layer(ok()), rule),
+            2 => run(governor().layer(governor().layer(ok())), rule),
+            _ => run(governor().layer(governor().layer(governor().layer(governor().layer(ok())))), rule),
+        },
+        run(peer::axum_governor_stack(rule, limits).layer(ok()), rule),
+    ]
+}
+
+/// The peers have no costs.
+fn by_routes(routes: usize) -> Vec<Run> {
+    let rule = Rule::Plenty;
+    let named = (1..routes).map(|i| format!("GET /collection-{i}/{{id}}")).chain(["GET /search/{id}".to_owned()]);
+    let table = named.fold(CostTable::new(1), |table, route| table.route(&route, 2));
+    let limit = peer::limit(0, rule).cost(table);
+    let layer = TokenBucketLayer::new(MemoryStore::new(), limit).headers(HeaderStyle::Off);
+    vec![run(ok(), rule), run(layer.layer(ok()), rule)]
+}
+
+pub(crate) fn measure_growth(rounds: usize) -> Vec<Growth> {
+    // Short, so that most samples are not interrupted on a busy machine.
+    const SAMPLE: usize = 500;
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let cases: [(&str, fn(usize) -> Vec<Run>, usize); 9] = [
+        ("1 key", by_keys, 1),
+        ("10 k keys", by_keys, 10_000),
+        (MOST_KEYS, by_keys, 1_000_000),
+        ("1 limit", by_limits, 1),
+        ("2 limits", by_limits, 2),
+        ("4 limits", by_limits, 4),
+        ("1 route", by_routes, 1),
+        ("10 routes", by_routes, 10),
+        ("1 k routes", by_routes, 1_000),
+    ];
+    let mut all: Vec<_> =
+        cases.iter().map(|(name, make, size)| (Growth { name, times: Default::default() }, make(*size))).collect();
+    // The first round warms up.
+    for round in 0..=rounds {
+        for (growth, runs) in &mut all {
+            for (run, times) in runs.iter_mut().zip(&mut growth.times) {
+                let started = Instant::now();
+                run(SAMPLE);
+                times.extend((round > 0).then(|| started.elapsed().as_nanos() as f64 / SAMPLE as f64));
+            }
+        }
+    }
+    all.into_iter().map(|(growth, _)| growth).collect()
+}
+
+impl Growth {
     fn added(&self, who: usize) -> Vec<f64> {
         self.times[who].iter().zip(&self.times[0]).map(|(own, bare)| own - bare).collect()
     }
@@ -350,18 +403,18 @@ pub(crate) fn print(both: &Both) {
     );
 }
 
-pub(crate) fn print_keys(keys: &[Keys]) {
-    println!("ns that a layer adds, by number of keys (header, no fields)\n");
-    println!("| keys | {} | {} | {} | tower_governor / ours |\n|---|---|---|---|---|", KEYED[1], KEYED[2], KEYED[3]);
-    for of in keys {
-        let medians = [1, 2, 3].map(|who| format!("{:.0}", median(of.added(who))));
-        println!("| {} | {} | {} |", of.keys, medians.join(" | "), figure(ratio(&of.added(2), &of.added(1))));
+pub(crate) fn print_growth(all: &[Growth]) {
+    println!("ns that a layer adds as something grows (by header, no fields; axum-governor has always fields)\n");
+    println!("| | {} | {} | {} | ours / tower_governor |\n|---|---|---|---|---|", GROWN[1], GROWN[2], GROWN[3]);
+    for of in all {
+        let medians = [1, 2, 3].map(|who| figure(median(of.added(who))));
+        println!("| {} | {} | {} |", of.name, medians.join(" | "), figure(ratio(&of.added(1), &of.added(2))));
     }
     println!();
 }
 
 /// For the table of all.
-pub(crate) fn rows(both: &Both, keys: &[Keys]) -> Vec<Row> {
+pub(crate) fn rows(both: &Both, growth: &[Growth]) -> Vec<Row> {
     let row = |what: &str, denied: bool, ours: usize, peer: usize, target: Option<Target>| {
         let all = &both[usize::from(denied)];
         let (own, other) = (added(all, ours).instructions, added(all, peer).instructions);
@@ -369,13 +422,13 @@ pub(crate) fn rows(both: &Both, keys: &[Keys]) -> Vec<Row> {
         Row { what: what.to_owned(), ours: own, peer: (peer.who.to_owned(), other), ratio: own / other, target }
     };
     let mut rows = vec![
-        row("instructions: allowed, peer address", false, OURS_BY_PEER, 4, None),
-        row("instructions: allowed, header", false, OURS_PLAIN, GOVERNOR_PLAIN, None),
-        row("instructions: allowed, header, fields", false, OURS_FIELDS, GOVERNOR_FIELDS, Some(Target::AtMost(0.5))),
+        row("instructions: allowed, peer address", false, OURS_BY_PEER, 4, Some(Target::AtMost(1.0))),
+        row("instructions: allowed, header", false, OURS_PLAIN, GOVERNOR_PLAIN, Some(Target::AtMost(1.0))),
+        row("instructions: allowed, header, fields", false, OURS_FIELDS, GOVERNOR_FIELDS, Some(Target::AtMost(1.0))),
         row("instructions: allowed, header, fields", false, OURS_FIELDS, 7, None),
         row("instructions: allowed, header", false, OURS_PLAIN, 8, None),
         row("instructions: allowed, header, fields", false, OURS_FIELDS, 9, None),
-        row("instructions: denied, header, fields", true, OURS_FIELDS, GOVERNOR_FIELDS, Some(Target::AtMost(0.5))),
+        row("instructions: denied, header, fields", true, OURS_FIELDS, GOVERNOR_FIELDS, Some(Target::AtMost(1.0))),
         row("instructions: denied, header, fields", true, OURS_FIELDS, 7, None),
     ];
     let (denied_ours, denied_peer) = (added(&both[1], OURS_FIELDS), added(&both[1], GOVERNOR_FIELDS));
@@ -386,9 +439,9 @@ pub(crate) fn rows(both: &Both, keys: &[Keys]) -> Vec<Row> {
         ratio: ratio(&denied_ours.times, &denied_peer.times),
         target: Some(Target::AtMost(1.0 / 9.0)),
     });
-    if let Some(most) = keys.last() {
+    if let Some(most) = growth.iter().find(|of| of.name == MOST_KEYS) {
         rows.push(Row {
-            what: format!("ns: allowed, {} keys", most.keys),
+            what: format!("ns: allowed, {MOST_KEYS}"),
             ours: median(most.added(1)),
             peer: (TOWER_GOVERNOR.to_owned(), median(most.added(2))),
             ratio: ratio(&most.added(1), &most.added(2)),
@@ -422,13 +475,15 @@ pub(crate) fn chart(both: &Both) -> Chart {
 }
 
 /// Bars beside each other, a panel that fits the highest.
-pub(crate) fn bars(title: &str, names: &[&str], what: &str, series: Vec<Series>) -> Chart {
-    let values = || series.iter().flat_map(|series| &series.points).map(|point| point.1).filter(|it| it.is_finite());
+pub(crate) fn bars(title: &str, names: &[&str], what: &str, mut series: Vec<Series>) -> Chart {
+    series.iter_mut().for_each(|series| series.points.retain(|point| point.1.is_finite()));
+    let values = || series.iter().flat_map(|series| &series.points).map(|point| point.1);
     let most = values().fold(0.1, f64::max);
     let step = [0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0];
     let step = step.into_iter().find(|step| most / step <= 8.0).unwrap_or(1_000.0);
     let said = series.iter().map(|series| {
-        let of: Vec<_> = series.points.iter().zip(names).map(|(at, name)| format!("{name} {:.2}", at.1)).collect();
+        let of: Vec<_> =
+            series.points.iter().map(|at| format!("{} {:.2}", names[at.0.round() as usize], at.1)).collect();
         format!("{}: {}.", series.name, of.join(", "))
     });
     Chart {
@@ -439,24 +494,23 @@ pub(crate) fn bars(title: &str, names: &[&str], what: &str, series: Vec<Series>)
     }
 }
 
-/// How cost grows with the number of keys.
-pub(crate) fn chart_keys(keys: &[Keys]) -> Chart {
-    let names: Vec<_> = keys.iter().map(|keys| format!("{} keys", keys.keys)).collect();
-    let names: Vec<_> = names.iter().map(String::as_str).collect();
+/// How cost grows.
+pub(crate) fn chart_growth(all: &[Growth]) -> Chart {
+    let names: Vec<_> = all.iter().map(|of| of.name).collect();
     let series = |who: usize| Series {
-        name: KEYED[who].to_owned(),
+        name: GROWN[who].to_owned(),
         form: Form::Bars(0.26),
         colour: who - 1,
-        points: keys
+        points: all
             .iter()
             .enumerate()
-            .map(|(at, keys)| (at as f64 + (who as f64 - 2.0) * 0.28, median(keys.added(who)) / 1_000.0))
+            .map(|(at, of)| (at as f64 + (who as f64 - 2.0) * 0.28, median(of.added(who)) / 1_000.0))
             .collect(),
     };
     bars(
-        "What a decision in memory costs as the number of keys grows",
+        "What a decision in memory costs as keys, limits and routes are added",
         &names,
-        "microseconds added",
+        "microseconds added to a request",
         [1, 2, 3].map(series).into(),
     )
 }
@@ -464,5 +518,5 @@ pub(crate) fn chart_keys(keys: &[Keys]) -> Chart {
 /// The program.
 pub fn main() {
     print(&measure(crate::number("ROUNDS", 101)));
-    print_keys(&measure_keys(crate::number("ROUNDS", 101).min(51)));
+    print_growth(&measure_growth(crate::number("ROUNDS", 301)));
 }

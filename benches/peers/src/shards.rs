@@ -142,13 +142,13 @@ const KEPT: [Kept; 5] = [
         name: "ours, by address",
         script: TOKEN_BUCKET,
         keys: |i| vec![format!("tb:v1:{{ip:10.{}.{}.{}}}:per-key", i >> 16, (i >> 8) & 255, i & 255)],
-        args: &["take", "36000000", ":100:1:36000000:", "3600000000", "50"],
+        args: &["take", "1800000000", ":100:1:36000000:", "3600000000", "1"],
     },
     Kept {
         name: "ours, by API key",
         script: TOKEN_BUCKET,
         keys: |i| vec![format!("tb:v1:{{key:{:032x}}}:per-key", i as u128 * 0x9e37_79b9_7f4a_7c15)],
-        args: &["take", "36000000", ":100:1:36000000:", "3600000000", "50"],
+        args: &["take", "1800000000", ":100:1:36000000:", "3600000000", "1"],
     },
     Kept {
         name: "redis_rate's design, by address",
@@ -209,6 +209,8 @@ pub(crate) fn memory() -> Vec<(&'static str, f64)> {
         server.query(&["FLUSHALL"]);
         let before = used_memory(&server);
         fill(&mut connections, 0..FILLED);
+        let size = server.query(&["DBSIZE"]).int();
+        assert_eq!(size, Some((FILLED * (kept.keys)(0).len()) as i64), "{}: keys are missing", kept.name);
         (kept.name, (used_memory(&server) - before) / FILLED as f64)
     };
     KEPT.iter().map(of).collect()

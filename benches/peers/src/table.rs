@@ -45,8 +45,8 @@ impl Row {
 
     pub(crate) fn line(&self) -> String {
         let (target, holds) = match self.target {
-            Some(Target::AtMost(target)) => (format!("≤ {target}"), Some(self.ratio <= target)),
-            Some(Target::AtLeast(target)) => (format!("≥ {target}"), Some(self.ratio >= target)),
+            Some(Target::AtMost(target)) => (format!("≤ {}", figure(target)), Some(self.ratio <= target)),
+            Some(Target::AtLeast(target)) => (format!("≥ {}", figure(target)), Some(self.ratio >= target)),
             None => (String::new(), None),
         };
         let holds = holds.map_or("", |holds| if holds { "yes" } else { "NO" });

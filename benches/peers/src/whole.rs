@@ -19,14 +19,15 @@ use crate::peer::{
     self, AXUM_GOVERNOR, BLOG, Design, LIMITADOR, OURS, REDIS_RATE, Rule, SPRING, TOWER_GOVERNOR,
     TOWER_RATE_LIMIT_REDIS,
 };
-use crate::request::{bars, collected};
+use crate::request::{bars, collected, valgrind};
 use crate::server::Server;
 use crate::table::{Row, Target, figure, median, ratio};
 
 /// Names the server that this process is to be.
 const SERVE: &str = "PEERS_SERVE";
 const CONNECTIONS: usize = 32;
-const KEYS: usize = 1_000;
+/// Of those that are allowed, and of those that are refused: a flood comes from few.
+const KEYS: [usize; 2] = [1_000, 20];
 /// Requests that valgrind counts, and twice that.
 const COUNTED: usize = 300;
 
@@ -76,13 +77,20 @@ pub(crate) fn child() -> bool {
         let _ = std::io::stdin().read_to_end(&mut Vec::new());
         std::process::exit(0);
     });
+    let app = runtime.block_on(app(who, rule, url));
+    counted_serving(&runtime, app);
+    true
+}
+
+/// What valgrind counts: not what layers do when they are made, such as finding out how fast the clock is.
+#[inline(never)]
+fn counted_serving(runtime: &tokio::runtime::Runtime, app: Router) {
     runtime.block_on(async {
-        let app = app(who, rule, url).await.into_make_service_with_connect_info::<SocketAddr>();
+        let app = app.into_make_service_with_connect_info::<SocketAddr>();
         let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.expect("a port");
         println!("{}", listener.local_addr().expect("an address"));
         axum::serve(listener, app).await.expect("it serves");
     });
-    true
 }
 
 /// A server's process.
@@ -93,10 +101,10 @@ struct Serving {
 
 impl Serving {
     fn start(who: &str, denied: bool, counted: bool, url: Option<&str>) -> Option<Self> {
-        let exe = std::env::current_exe().ok()?;
-        let mut command = Command::new(if counted { "valgrind".as_ref() } else { exe.as_os_str() });
+        let mut command = Command::new(std::env::current_exe().ok()?);
         if counted {
-            command.args(["--tool=callgrind", "--callgrind-out-file=/dev/null"]).arg(&exe).stderr(Stdio::piped());
+            command = valgrind("counted_serving")?;
+            command.stderr(Stdio::piped());
         }
         let denied = if denied { "denied" } else { "allowed" };
         let counted = if counted { "counted" } else { "timed" };
@@ -155,7 +163,7 @@ fn commands(redis: &Server) -> f64 {
 /// One round of a server.
 fn load(runtime: &tokio::runtime::Runtime, serving: &Serving, redis: &Server, until: Until, to: &mut Measured) {
     let before = (serving.cpu(), redis.cpu(), commands(redis));
-    let plan = plan(serving.address, to.denied, KEYS, CONNECTIONS, until);
+    let plan = plan(serving.address, to.denied, KEYS[usize::from(to.denied)], CONNECTIONS, until);
     let outcome: Outcome = runtime.block_on(drive(&plan)).expect("the server answers");
     let answers = outcome.latencies.len() as f64;
     let expected = if to.denied { 429 } else { 200 };
@@ -189,7 +197,7 @@ pub(crate) fn measure(rounds: usize, time: Duration) -> Vec<Measured> {
     }
     // The first round warms up, and drains the buckets of one token.
     for round in 0..=rounds {
-        let until = if round == 0 { Until::Requests(2 * KEYS / CONNECTIONS + 1) } else { Until::Time(time) };
+        let until = if round == 0 { Until::Requests(2 * KEYS[0] / CONNECTIONS + 1) } else { Until::Time(time) };
         all.iter_mut().for_each(|(serving, measured)| load(&runtime, serving, &redis, until, measured));
     }
     let cold = |(_, mut of): (Serving, Measured)| {
@@ -224,8 +232,9 @@ fn find<'a>(all: &'a [Measured], who: &str, on_redis: bool, denied: bool) -> Opt
 
 pub(crate) fn print(all: &[Measured], instructions: &[(&str, Option<f64>)]) {
     println!(
-        "whole axum servers over loopback, {KEYS} keys, {CONNECTIONS} connections; ratios to ours with its fields in the \
-         same place\n"
+        "whole axum servers over loopback, {} keys (refused: {}), {CONNECTIONS} connections; ratios to ours with its fields in the \
+         same place\n",
+        KEYS[0], KEYS[1],
     );
     println!(
         "| buckets | answers | | req/s | x ours | server CPU us | x ours | Redis CPU us | calls | p50 us | p99 us |"
@@ -302,40 +311,64 @@ pub(crate) fn rows(all: &[Measured], instructions: &[(&str, Option<f64>)]) -> Ve
         let what = "ours in memory, peer on Redis, allowed";
         row(what, find(all, OURS, false, false), find(all, who, true, false), target);
     }
-    for who in REDIS.into_iter().skip(1) {
-        let Some((ours, peer)) = find(all, OURS, true, false).zip(find(all, who, true, false)) else { continue };
+    let mut cpu = |what: &str, of: fn(&Measured) -> &Vec<f64>, on_redis: bool, denied: bool, peers: &[&'static str]| {
+        for who in peers {
+            let pair = find(all, OURS, on_redis, denied).zip(find(all, who, on_redis, denied));
+            let Some((ours, peer)) = pair else { continue };
+            rows.push(Row {
+                what: what.to_owned(),
+                ours: median(of(ours).clone()),
+                peer: ((*who).to_owned(), median(of(peer).clone())),
+                ratio: ratio(of(ours), of(peer)),
+                target: None,
+            });
+        }
+    };
+    let local = [GOVERNOR_FIELDS, AXUM_GOVERNOR, LIMITADOR];
+    cpu("us of server CPU per request, memory, allowed", |of| &of.cpu, false, false, &local);
+    cpu("us of server CPU per request, memory, denied", |of| &of.cpu, false, true, &local);
+    cpu("us of server CPU per request, Redis, allowed", |of| &of.cpu, true, false, &REDIS[1..]);
+    cpu("us of server CPU per request, Redis, denied", |of| &of.cpu, true, true, &REDIS[1..]);
+    cpu("us of Redis CPU per request, allowed", |of| &of.redis_cpu, true, false, &REDIS[1..]);
+    cpu("us of Redis CPU per request, denied", |of| &of.redis_cpu, true, true, &REDIS[1..]);
+    if let Some(ours) = find(all, OURS, true, true) {
+        let calls = median(ours.calls.clone());
         rows.push(Row {
-            what: "us of Redis CPU per request, allowed".to_owned(),
-            ours: median(ours.redis_cpu.clone()),
-            peer: (who.to_owned(), median(peer.redis_cpu.clone())),
-            ratio: ratio(&ours.redis_cpu, &peer.redis_cpu),
-            target: None,
+            what: "calls to Redis per refused request".to_owned(),
+            ours: calls,
+            peer: ("one call each".to_owned(), 1.0),
+            ratio: calls,
+            target: Some(Target::AtMost(0.01)),
         });
     }
     rows
 }
 
-/// Requests per second, in relation to ours in the same place.
+/// CPU time per request, in relation to ours in the same place: what is left of a second by others on the machine changes
+/// requests per second, and this hardly.
 pub(crate) fn chart(all: &[Measured], on_redis: bool) -> Chart {
     let shown: &[&str] = if on_redis { &REDIS } else { &MEMORY };
-    let series = |denied: bool| {
-        let of = |who: &str| {
+    let series = |denied: bool, of: fn(&Measured) -> &Vec<f64>| {
+        let figure = |who: &str| {
             let found = find(all, who, on_redis, denied).zip(find(all, OURS, on_redis, denied));
-            found.map_or(0.0, |(of, ours)| ratio(&of.per_second, &ours.per_second))
+            found.map_or(f64::NAN, |(own, ours)| ratio(of(own), of(ours)))
         };
         let shift = if denied { 0.19 } else { -0.19 };
-        let points = shown.iter().enumerate().map(|(at, who)| (at as f64 + shift, of(who))).collect();
+        let points = shown.iter().enumerate().map(|(at, who)| (at as f64 + shift, figure(who))).collect();
         let name = if denied { "denied" } else { "allowed" };
         Series { name: name.to_owned(), form: Form::Bars(0.36), colour: usize::from(denied), points }
     };
+    let both = |of| vec![series(false, of), series(true, of)];
     let names: Vec<_> = shown.iter().map(|who| short(who)).collect();
     let place = if on_redis { "on Redis" } else { "in memory" };
-    bars(
-        &format!("Requests per second of a whole axum server, buckets {place}; ours is 1"),
-        &names,
-        "requests per second, times ours",
-        vec![series(false), series(true)],
-    )
+    let title = format!("CPU time of one request to a whole axum server, buckets {place}; ours is 1");
+    let mut chart = bars(&title, &names, "CPU time of the server, times ours", both(|of| &of.cpu));
+    if on_redis {
+        let below = bars("", &names, "CPU time of Redis, times ours", both(|of| &of.redis_cpu));
+        chart.description = format!("Server: {} Redis: {}", chart.description, below.description);
+        chart.panels.extend(below.panels);
+    }
+    chart
 }
 
 /// A name that fits under a bar.
