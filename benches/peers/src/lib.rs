@@ -24,6 +24,7 @@ mod table;
 pub mod whole;
 
 #[path = "../../support/calls.rs"]
+#[allow(clippy::duplicate_mod, reason = "it brings the servers that the clusters need too")]
 mod calls;
 #[path = "../../support/chart.rs"]
 mod chart;

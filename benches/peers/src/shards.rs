@@ -36,6 +36,8 @@ pub(crate) struct Measured {
     calls: Vec<f64>,
     /// The share of the decisions' CPU time that fell to the busiest server.
     busiest: Vec<f64>,
+    /// Bytes to and from Redis per decision.
+    bytes: Vec<f64>,
     p50: Vec<f64>,
     failed: usize,
 }
@@ -68,6 +70,13 @@ async fn ask(store: RedisStore, tasks: usize, charges: Arc<Vec<[Charge; 1]>>, ti
     (took, failed)
 }
 
+/// A number of `INFO`.
+fn info(server: &Server, name: &str) -> f64 {
+    let info = server.query(&["INFO", "ALL"]);
+    let line = info.text().and_then(|info| info.lines().find_map(|line| line.strip_prefix(name)));
+    line.and_then(|value| value.trim().parse().ok()).unwrap_or(f64::NAN)
+}
+
 async fn round(
     store: &RedisStore,
     servers: &[&Server],
@@ -78,7 +87,13 @@ async fn round(
 ) {
     let cpu = || servers.iter().map(|server| server.cpu().as_secs_f64() * 1e6).collect::<Vec<_>>();
     let calls = || servers.iter().map(|server| server.calls("evalsha") + server.calls("eval")).sum::<u64>() as f64;
-    let (cpu_before, calls_before, started) = (cpu(), calls(), Instant::now());
+    let bytes = || {
+        let of = |server: &&Server| -> f64 {
+            info(server, "total_net_input_bytes:") + info(server, "total_net_output_bytes:")
+        };
+        servers.iter().map(of).sum::<f64>()
+    };
+    let (cpu_before, calls_before, bytes_before, started) = (cpu(), calls(), bytes(), Instant::now());
     let (took, failed) = ask(store.clone(), tasks, charges(identities), time).await;
     let (elapsed, decisions) = (started.elapsed().as_secs_f64(), took.len() as f64);
     let spent: Vec<_> = cpu().iter().zip(&cpu_before).map(|(after, before)| after - before).collect();
@@ -86,6 +101,7 @@ async fn round(
     to.per_second.push(decisions / elapsed);
     to.cpu.push(total / decisions);
     to.calls.push((calls() - calls_before) / decisions);
+    to.bytes.push((bytes() - bytes_before) / decisions);
     to.busiest.push(spent.iter().copied().fold(0.0, f64::max) / total);
     to.p50.push(median(took));
     to.failed += failed;
@@ -173,12 +189,6 @@ const KEPT: [Kept; 5] = [
     },
 ];
 
-fn used_memory(server: &Server) -> f64 {
-    let info = server.query(&["INFO", "memory"]);
-    let line = info.text().and_then(|info| info.lines().find_map(|line| line.strip_prefix("used_memory:")));
-    line.and_then(|used| used.trim().parse().ok()).unwrap_or(f64::NAN)
-}
-
 /// Megabytes that a million keys take.
 pub(crate) fn memory() -> Vec<(&'static str, f64)> {
     let of = |kept: &Kept| {
@@ -207,11 +217,11 @@ pub(crate) fn memory() -> Vec<(&'static str, f64)> {
         // Buffers and the script are there before.
         fill(&mut connections, FILLED..FILLED + CONNECTIONS * PIPELINE);
         server.query(&["FLUSHALL"]);
-        let before = used_memory(&server);
+        let before = info(&server, "used_memory:");
         fill(&mut connections, 0..FILLED);
         let size = server.query(&["DBSIZE"]).int();
         assert_eq!(size, Some((FILLED * (kept.keys)(0).len()) as i64), "{}: keys are missing", kept.name);
-        (kept.name, (used_memory(&server) - before) / FILLED as f64)
+        (kept.name, (info(&server, "used_memory:") - before) / FILLED as f64)
     };
     KEPT.iter().map(of).collect()
 }
@@ -219,19 +229,20 @@ pub(crate) fn memory() -> Vec<(&'static str, f64)> {
 pub(crate) fn print(cases: &[Case], memory: &[(&str, f64)]) {
     println!("one Redis, and a cluster of three primaries, through RedisStore; allowed\n");
     println!(
-        "| identities | tasks | servers | decisions/s here | p50 us | calls per decision | Redis CPU us per decision | a core can | all cores can | busiest | failed |"
+        "| identities | tasks | servers | decisions/s here | p50 us | calls per decision | bytes | Redis CPU us per decision | a core can | all cores can | busiest | failed |"
     );
-    println!("|---|---|---|---|---|---|---|---|---|---|---|");
+    println!("|---|---|---|---|---|---|---|---|---|---|---|---|");
     for case in cases {
         for (servers, of) in [(1, &case.one), (3, &case.three)] {
             let (cpu, busiest) = (median(of.cpu.clone()), median(of.busiest.clone()));
             println!(
-                "| {} | {} | {servers} | {:.0} | {:.0} | {:.3} | {} | {:.0} | {:.0} | {:.0} % | {} |",
+                "| {} | {} | {servers} | {:.0} | {:.0} | {:.3} | {:.0} | {} | {:.0} | {:.0} | {:.0} % | {} |",
                 case.identities,
                 case.tasks,
                 median(of.per_second.clone()),
                 median(of.p50.clone()),
                 median(of.calls.clone()),
+                median(of.bytes.clone()),
                 figure(cpu),
                 1e6 / cpu,
                 // All of them, once the busiest has no time left.
@@ -241,8 +252,8 @@ pub(crate) fn print(cases: &[Case], memory: &[(&str, f64)]) {
             );
         }
     }
-    println!("\n| memory of Redis | bytes per key | MB per million keys |\n|---|---|---|");
-    memory.iter().for_each(|(name, bytes)| println!("| {name} | {bytes:.0} | {bytes:.0} |"));
+    println!("\n| memory of Redis | bytes per key, MB per million keys |\n|---|---|");
+    memory.iter().for_each(|(name, bytes)| println!("| {name} | {bytes:.0} |"));
     println!();
 }
 
