@@ -107,33 +107,39 @@ async fn round(
     to.failed += failed;
 }
 
-/// Tasks, identities, and what one server and a cluster of three made of them.
+/// What is asked: one server, a cluster of one primary, which shows what a cluster costs by itself, and one of three.
+const SERVERS: [&str; 3] = ["1", "cluster of 1", "cluster of 3"];
+
+/// Tasks, identities, and what each of [`SERVERS`] made of them.
 pub(crate) struct Case {
     tasks: usize,
     identities: usize,
-    pub(crate) one: Measured,
-    pub(crate) three: Measured,
+    measured: [Measured; 3],
 }
 
 pub(crate) fn measure(rounds: usize, time: Duration) -> Vec<Case> {
     let runtime = tokio::runtime::Runtime::new().expect("a runtime");
-    let (server, cluster) = (Server::start(), Cluster::start(3, 0));
-    let nodes: Vec<_> = cluster.nodes.iter().collect();
+    let (server, clusters) = (Server::start(), [1, 3].map(|primaries| Cluster::start(primaries, 0)));
+    let nodes: [Vec<_>; 3] = [vec![&server], clusters[0].nodes.iter().collect(), clusters[1].nodes.iter().collect()];
     runtime.block_on(async {
-        let one = RedisStore::connect(&server.url()).await.expect("a URL");
-        let three = RedisStore::cluster(cluster.urls()).await.expect("URLs");
+        let stores = [
+            RedisStore::connect(&server.url()).await.expect("a URL"),
+            RedisStore::cluster(clusters[0].urls()).await.expect("URLs"),
+            RedisStore::cluster(clusters[1].urls()).await.expect("URLs"),
+        ];
         let mut cases: Vec<_> = IDENTITIES
             .iter()
             .flat_map(|identities| TASKS.iter().map(move |tasks| (*tasks, *identities)))
-            .map(|(tasks, identities)| Case { tasks, identities, one: Measured::default(), three: Measured::default() })
+            .map(|(tasks, identities)| Case { tasks, identities, measured: Default::default() })
             .collect();
         // The first round connects and warms up.
         for i in 0..=rounds {
             for case in &mut cases {
-                round(&one, &[&server], case.tasks, case.identities, time, &mut case.one).await;
-                round(&three, &nodes, case.tasks, case.identities, time, &mut case.three).await;
-                if i == 0 {
-                    (case.one, case.three) = Default::default();
+                for ((store, nodes), to) in stores.iter().zip(&nodes).zip(&mut case.measured) {
+                    round(store, nodes, case.tasks, case.identities, time, to).await;
+                    if i == 0 {
+                        *to = Measured::default();
+                    }
                 }
             }
         }
@@ -227,13 +233,13 @@ pub(crate) fn memory() -> Vec<(&'static str, f64)> {
 }
 
 pub(crate) fn print(cases: &[Case], memory: &[(&str, f64)]) {
-    println!("one Redis, and a cluster of three primaries, through RedisStore; allowed\n");
+    println!("one Redis, and clusters of one and of three primaries, through RedisStore; allowed\n");
     println!(
         "| identities | tasks | servers | decisions/s here | p50 us | calls per decision | bytes | Redis CPU us per decision | a core can | all cores can | busiest | failed |"
     );
     println!("|---|---|---|---|---|---|---|---|---|---|---|---|");
     for case in cases {
-        for (servers, of) in [(1, &case.one), (3, &case.three)] {
+        for (servers, of) in SERVERS.iter().zip(&case.measured) {
             let (cpu, busiest) = (median(of.cpu.clone()), median(of.busiest.clone()));
             println!(
                 "| {} | {} | {servers} | {:.0} | {:.0} | {:.3} | {:.0} | {} | {:.0} | {:.0} | {:.0} % | {} |",
@@ -261,14 +267,12 @@ pub(crate) fn print(cases: &[Case], memory: &[(&str, f64)]) {
 pub(crate) fn rows(cases: &[Case], memory: &[(&'static str, f64)]) -> Vec<Row> {
     let mut rows = Vec::new();
     for case in cases.iter().filter(|case| case.tasks == TASKS[0]) {
+        let [one, _, three] = &case.measured;
         rows.push(Row {
-            what: format!(
-                "us of Redis CPU per decision, {} tasks, {} identities: three primaries",
-                case.tasks, case.identities
-            ),
-            ours: median(case.three.cpu.clone()),
-            peer: ("one server".to_owned(), median(case.one.cpu.clone())),
-            ratio: ratio(&case.three.cpu, &case.one.cpu),
+            what: format!("us of Redis CPU per decision, {} identities, cluster of 3", case.identities),
+            ours: median(three.cpu.clone()),
+            peer: ("one server".to_owned(), median(one.cpu.clone())),
+            ratio: ratio(&three.cpu, &one.cpu),
             target: None,
         });
     }
