@@ -1,7 +1,8 @@
 //! What each layer adds to a request: tower services around an empty handler, with buckets in memory.
 //!
-//! Instructions are counted by valgrind, which runs this program again and counts nothing but the requests, after a few
-//! that warm up: they do not depend on the machine's mood. Without valgrind that column is empty, and a line says so.
+//! Instructions and allocations are counted by valgrind, which runs this program again and counts nothing but the requests,
+//! after a few that warm up: they do not depend on the machine's mood, and no allocator that counts adds to them. Without
+//! valgrind those columns are empty, and a line says so.
 
 use std::convert::Infallible;
 use std::future::{Future, Ready, ready};
@@ -9,7 +10,7 @@ use std::hint::black_box;
 use std::marker::PhantomData;
 use std::net::SocketAddr;
 use std::pin::pin;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
@@ -173,8 +174,7 @@ const GOVERNOR_FIELDS: usize = 6;
 /// One request of a case.
 #[derive(Default)]
 pub(crate) struct Measured {
-    instructions: Option<f64>,
-    allocations: f64,
+    counts: Option<Counts>,
     /// Nanoseconds, a figure for each round.
     times: Vec<f64>,
 }
@@ -184,30 +184,72 @@ pub(crate) type Both = [Vec<Measured>; 2];
 
 const RULES: [Rule; 2] = [Rule::Plenty, Rule::Scarce];
 
-/// Runs this program under valgrind, which counts what is done in functions of this name.
-pub(crate) fn valgrind(function: &str) -> Option<Command> {
-    let mut command = Command::new("valgrind");
-    command.args(["--tool=callgrind", "--callgrind-out-file=/dev/null", "--collect-atstart=no"]);
-    command.arg(format!("--toggle-collect=*{function}*")).arg(std::env::current_exe().ok()?);
-    Some(command)
+/// What valgrind counts.
+#[derive(Clone, Copy)]
+pub(crate) struct Counts {
+    pub(crate) instructions: f64,
+    allocations: f64,
 }
 
-/// What valgrind counts for one request; `None` where it does not run.
-fn instructions(case: usize, rule: usize) -> Option<f64> {
-    let output = valgrind("counted_requests")?.env(CASE, format!("{case} {rule}")).output().ok()?;
-    Some(collected(&output)? / COUNTED as f64)
+/// A run of this program under valgrind, and where it writes what it has counted.
+pub(crate) struct Valgrind {
+    pub(crate) command: Command,
+    written: std::path::PathBuf,
+}
+
+impl Valgrind {
+    /// Counts what is done in functions of this name.
+    pub(crate) fn new(function: &str) -> Option<Self> {
+        let written = std::env::temp_dir().join(format!("peers-{}-{function}", std::process::id()));
+        let mut command = Command::new("valgrind");
+        command.args(["--tool=callgrind", "--collect-atstart=no"]);
+        command.arg(format!("--callgrind-out-file={}", written.display()));
+        command.arg(format!("--toggle-collect=*{function}*")).arg(std::env::current_exe().ok()?);
+        command.stderr(Stdio::null());
+        Some(Self { command, written })
+    }
+
+    /// After the end of the run.
+    pub(crate) fn counts(&self) -> Option<Counts> {
+        let written = std::fs::read_to_string(&self.written).ok()?;
+        let _ = std::fs::remove_file(&self.written);
+        let total = written.lines().find_map(|line| line.strip_prefix("totals: "))?;
+        // A function is named once, with a number that stands for it afterwards. Calls follow the one that is called.
+        let (mut allocators, mut called, mut allocations) = (Vec::new(), "", 0.0);
+        for line in written.lines() {
+            let callee = line.strip_prefix("cfn=");
+            if let Some(function) = callee.or_else(|| line.strip_prefix("fn=")) {
+                let (number, name) = function.split_once(' ').unwrap_or((function, ""));
+                if ["malloc", "calloc", "realloc", "posix_memalign"].contains(&name) {
+                    allocators.push(number);
+                }
+                called = callee.map_or(called, |_| number);
+            } else if let Some(calls) = line.strip_prefix("calls=")
+                && allocators.contains(&called)
+            {
+                allocations += calls.split(' ').next()?.parse::<f64>().ok()?;
+            }
+        }
+        Some(Counts { instructions: total.trim().parse().ok()?, allocations })
+    }
+}
+
+/// What valgrind counts for one request; `None` where it does not run. The difference of two runs, since it counts calls
+/// everywhere.
+fn counts(case: usize, rule: usize) -> Option<Counts> {
+    let count = |requests: usize| -> Option<Counts> {
+        let mut run = Valgrind::new("counted_requests")?;
+        let status = run.command.env(CASE, format!("{case} {rule} {requests}")).status().ok()?;
+        run.counts().filter(|_| status.success())
+    };
+    let (once, twice) = (count(COUNTED)?, count(2 * COUNTED)?);
+    let each = |of: fn(Counts) -> f64| (of(twice) - of(once)) / COUNTED as f64;
+    Some(Counts { instructions: each(|of| of.instructions), allocations: each(|of| of.allocations) })
 }
 
 #[inline(never)]
-fn counted_requests(run: &mut Run) {
-    run(COUNTED);
-}
-
-/// The instructions that valgrind has counted.
-pub(crate) fn collected(output: &std::process::Output) -> Option<f64> {
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    let line = said.lines().filter(|_| output.status.success()).find_map(|line| line.split_once("Collected :"))?;
-    line.1.trim().parse().ok()
+fn counted_requests(run: &mut Run, requests: usize) {
+    run(requests);
 }
 
 /// A runtime for the tasks that some layers start; it never runs them.
@@ -218,13 +260,13 @@ fn runtime() -> tokio::runtime::Runtime {
 /// Whether this process is one that valgrind counts.
 pub(crate) fn child() -> bool {
     let Ok(what) = std::env::var(CASE) else { return false };
-    let (case, rule) = what.split_once(' ').expect("two numbers");
-    let number = |text: &str| text.parse::<usize>().expect("a number");
+    let numbers: Vec<usize> = what.split(' ').map(|number| number.parse().expect("a number")).collect();
+    let [case, rule, requests] = numbers[..] else { panic!("three numbers") };
     let runtime = runtime();
     let _inside = runtime.enter();
-    let mut run = (CASES[number(case)].run)(RULES[number(rule)]);
+    let mut run = (CASES[case].run)(RULES[rule]);
     run(100);
-    counted_requests(&mut run);
+    counted_requests(&mut run, requests);
     true
 }
 
@@ -236,8 +278,7 @@ pub(crate) fn measure(rounds: usize) -> Both {
     for (rule, (runs, all)) in runs.iter_mut().zip(&mut all).enumerate() {
         for (case, (run, measured)) in runs.iter_mut().zip(all).enumerate() {
             run(REQUESTS);
-            measured.allocations = allocation_counter::measure(|| run(100)).count_total as f64 / 100.0;
-            measured.instructions = instructions(case, rule);
+            measured.counts = counts(case, rule);
         }
     }
     for _ in 0..rounds {
@@ -261,9 +302,11 @@ struct Added {
 
 fn added(all: &[Measured], case: usize) -> Added {
     let (own, bare) = (&all[case], &all[0]);
+    let both = own.counts.zip(bare.counts);
+    let counted = |of: fn(Counts) -> f64| both.map_or(f64::NAN, |(own, bare)| of(own) - of(bare));
     Added {
-        instructions: own.instructions.zip(bare.instructions).map_or(f64::NAN, |(own, bare)| own - bare),
-        allocations: own.allocations - bare.allocations,
+        instructions: counted(|counts| counts.instructions),
+        allocations: counted(|counts| counts.allocations),
         times: own.times.iter().zip(&bare.times).map(|(own, bare)| own - bare).collect(),
     }
 }
@@ -379,7 +422,7 @@ impl Growth {
 }
 
 pub(crate) fn print(both: &Both) {
-    if both[0][0].instructions.is_none() {
+    if both[0][0].counts.is_none() {
         println!("no instructions: valgrind is not installed, or cannot run this program\n");
     }
     println!(
@@ -457,7 +500,7 @@ pub(crate) fn rows(both: &Both, growth: &[Growth]) -> Vec<Row> {
 /// all others would be flat.
 pub(crate) fn chart(both: &Both) -> Chart {
     let shown = [OURS_FIELDS, OURS_PLAIN, GOVERNOR_FIELDS, GOVERNOR_PLAIN, 7, 8];
-    let counted = both[0][0].instructions.is_some();
+    let counted = both[0][0].counts.is_some();
     let of = |all: &[Measured], case: usize| {
         let (own, ours) = (added(all, case), added(all, OURS_FIELDS));
         if counted { own.instructions / ours.instructions } else { ratio(&own.times, &ours.times) }

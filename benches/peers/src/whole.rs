@@ -19,7 +19,7 @@ use crate::peer::{
     self, AXUM_GOVERNOR, BLOG, Design, LIMITADOR, OURS, REDIS_RATE, Rule, SPRING, TOWER_GOVERNOR,
     TOWER_RATE_LIMIT_REDIS,
 };
-use crate::request::{bars, collected, valgrind};
+use crate::request::{Valgrind, bars};
 use crate::server::Server;
 use crate::table::{Row, Target, figure, median, ratio};
 
@@ -97,15 +97,15 @@ fn counted_serving(runtime: &tokio::runtime::Runtime, app: Router) {
 struct Serving {
     process: Child,
     address: SocketAddr,
+    /// Where it is counted.
+    valgrind: Option<Valgrind>,
 }
 
 impl Serving {
     fn start(who: &str, denied: bool, counted: bool, url: Option<&str>) -> Option<Self> {
-        let mut command = Command::new(std::env::current_exe().ok()?);
-        if counted {
-            command = valgrind("counted_serving")?;
-            command.stderr(Stdio::piped());
-        }
+        let mut valgrind = if counted { Some(Valgrind::new("counted_serving")?) } else { None };
+        let mut plain = Command::new(std::env::current_exe().ok()?);
+        let command = valgrind.as_mut().map_or(&mut plain, |valgrind| &mut valgrind.command);
         let denied = if denied { "denied" } else { "allowed" };
         let counted = if counted { "counted" } else { "timed" };
         command.env(SERVE, format!("{who}|{denied}|{counted}|{}", url.unwrap_or_default()));
@@ -113,7 +113,7 @@ impl Serving {
         let mut line = String::new();
         BufReader::new(process.stdout.as_mut()?).read_line(&mut line).ok()?;
         let address = line.trim().parse().ok()?;
-        Some(Self { process, address })
+        Some(Self { process, address, valgrind })
     }
 
     /// Time on a core of all threads, in microseconds; `None` where the system does not say.
@@ -217,10 +217,8 @@ pub(crate) fn instructions() -> Vec<(&'static str, Option<f64>)> {
         let plan = plan(serving.address, false, 1, 1, Until::Requests(requests));
         runtime.block_on(drive(&plan)).ok()?;
         drop(serving.process.stdin.take());
-        let mut stderr = Vec::new();
-        serving.process.stderr.take()?.read_to_end(&mut stderr).ok()?;
-        let status = serving.process.wait().ok()?;
-        collected(&std::process::Output { status, stdout: Vec::new(), stderr })
+        serving.process.wait().ok()?;
+        Some(serving.valgrind.as_ref()?.counts()?.instructions)
     };
     let each = |who| Some((count(who, 2 * COUNTED)? - count(who, COUNTED)?) / COUNTED as f64);
     MEMORY.map(|who| (who, each(who))).into()
