@@ -67,6 +67,31 @@ async fn serve(listen: SocketAddr, app: Router) -> std::io::Result<()> {
     axum::serve(listener, app.into_make_service_with_connect_info::<SocketAddr>()).await
 }
 
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_cannot_be_used_is_named_with_what_is_allowed() {
+        let read = |words: &str| arguments(words.split_whitespace().map(str::to_owned));
+        let (listen, quota) = read("--rate 0.5 --capacity 3 --listen 127.0.0.1:4000").expect("allowed");
+        assert_eq!((listen.port(), quota.capacity(), quota.refill()), (4000, 3, (1, Duration::from_secs(2))));
+        for (words, parts) in [
+            ("", ["--rate is missing", "--listen"]),
+            ("--rate 5", ["--capacity is missing", "--listen"]),
+            ("--rate", ["--rate needs a value", "--listen"]),
+            ("--bogus", ["unknown argument", "--listen"]),
+            ("--rate inf --capacity 1", ["--rate", "0.001 to 1000000"]),
+            ("--rate 1 --capacity 0", ["capacity is 0", "1 to 2147483648"]),
+            ("--rate 1 --capacity 1.5", ["--capacity", "from 1"]),
+            ("--rate 1 --capacity 1 --listen here", ["--listen", "127.0.0.1:0"]),
+        ] {
+            let error = read(words).err().expect(words);
+            assert!(parts.iter().all(|part| error.contains(part)), "{words}: {error}");
+        }
+    }
+}
+
 #[tokio::main]
 async fn main() -> ExitCode {
     let (listen, quota) = match arguments(std::env::args().skip(1)) {

@@ -243,6 +243,57 @@ async fn run() -> Result<String, String> {
     }
 }
 
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GOOD: &str = "--to http://127.0.0.1:4000/hook --events 9 --rate 2.01 --capacity 5";
+
+    fn read(words: &str) -> Result<Arguments, String> {
+        arguments(words.split_whitespace().map(str::to_owned))
+    }
+
+    #[test]
+    fn what_is_asked_for_is_what_is_done() {
+        let asked =
+            read(&format!("{GOOD} --max-wait 250ms --workers 7 --adaptive --redis redis://h")).expect("allowed");
+        assert_eq!((asked.events, asked.rate, asked.quota.capacity(), asked.workers), (9, 2.01, 5, 7));
+        // 2.01 * 1000 is not 2009.
+        assert_eq!(asked.quota.refill(), (201, Duration::from_secs(100)));
+        assert_eq!((asked.max_wait, asked.adaptive), (Duration::from_millis(250), true));
+        assert_eq!(asked.redis.as_deref(), Some("redis://h"));
+        let usual = read(GOOD).expect("allowed");
+        assert_eq!(
+            (usual.max_wait, usual.workers, usual.adaptive, usual.redis),
+            (Duration::from_secs(5), 4, false, None)
+        );
+    }
+
+    #[test]
+    fn what_cannot_be_used_is_named_with_what_is_allowed() {
+        for (words, parts) in [
+            ("", ["--rate is missing", "--workers"]),
+            ("--to", ["--to needs a value", "--workers"]),
+            ("--bogus", ["unknown argument", "--workers"]),
+            ("--to https://h/hook", ["--to", "http://"]),
+            ("--to http:///hook", ["--to", "http://"]),
+            ("--rate 0", ["--rate", "0.001 to 1000000"]),
+            ("--rate NaN", ["--rate", "0.001 to 1000000"]),
+            ("--capacity 0", ["capacity is 0", "1 to 2147483648"]),
+            ("--events -1", ["--events", "up to 10000000"]),
+            ("--workers 0", ["--workers", "from 1 to 65535"]),
+            ("--max-wait 5", ["--max-wait", "us, ms, s, m or h"]),
+            ("--max-wait 0s", ["--max-wait", "from 1"]),
+            ("--max-wait 99999999999999999h", ["--max-wait", "from 1"]),
+        ] {
+            // The last of two counts.
+            let asked = if words.contains(' ') { format!("{GOOD} {words}") } else { words.to_owned() };
+            let error = read(&asked).err().expect(words);
+            assert!(parts.iter().all(|part| error.contains(part)), "{words}: {error}");
+        }
+    }
+}
+
 #[tokio::main]
 async fn main() -> ExitCode {
     tracing_subscriber::fmt().with_writer(std::io::stderr).init();

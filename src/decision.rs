@@ -261,6 +261,18 @@ impl Outcome {
         self.reply
     }
 
+    /// Whether a charge is for this limit, under the same quota and in the same mode.
+    #[cfg(feature = "redis")]
+    pub(crate) fn is_of(&self, charge: &Charge) -> bool {
+        self.shadow == charge.is_shadow() && self.quota == charge.quota() && self.limit == *charge.limit()
+    }
+
+    /// Whether another is of this limit, under the same quota and in the same mode.
+    #[cfg(feature = "redis")]
+    pub(crate) fn is_like(&self, other: &Self) -> bool {
+        self.shadow == other.shadow && self.quota == other.quota && self.limit == other.limit
+    }
+
     /// The limit's name.
     #[must_use]
     pub fn limit(&self) -> &str {

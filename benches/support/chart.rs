@@ -18,11 +18,11 @@ const HEAD: f64 = 34.0;
 /// Below the last: for the numbers and the name of the horizontal axis.
 const FOOT: f64 = 50.0;
 /// About the width of a letter of the series' names.
-const LETTER: f64 = 6.6;
+const LETTER: f64 = 6.2;
 
 /// Blue, orange, green and grey, which those who see few colours tell apart; for light and dark backgrounds.
 const COLOURS: [(&str, &str); 4] =
-    [("#0063a8", "#62b1ee"), ("#c24e00", "#ff9a52"), ("#007a56", "#3ccb9c"), ("#6b6b6b", "#a8a8a8")];
+    [("#0063a8", "#62b1ee"), ("#c24e00", "#ff9a52"), ("#007a56", "#3ccb9c"), ("#8c959f", "#6e7681")];
 
 pub(crate) struct Chart {
     pub(crate) title: String,

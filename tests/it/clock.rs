@@ -101,6 +101,11 @@ impl Drop for Clocked {
     }
 }
 
+/// A store that asks each time: only the server's clock is stepped here, and what a step does is seen at once.
+async fn unremembering(url: &str) -> RedisStore {
+    RedisStore::connect(url).await.unwrap().remember_denials(false)
+}
+
 fn take(quota: Quota, cost: u64) -> [Charge; 1] {
     [Charge::new(LimitName::try_new("clock").unwrap(), BucketKey::global(), quota, Amount::Take(cost))]
 }
@@ -121,7 +126,7 @@ async fn admitted(store: &RedisStore, quota: Quota, asked: usize) -> usize {
 #[tokio::test]
 async fn a_step_forward_gives_what_the_time_earns_and_at_most_one_capacity() {
     let clocked = Clocked::start();
-    let store = RedisStore::connect(&clocked.server.url()).await.unwrap();
+    let store = unremembering(&clocked.server.url()).await;
     // Ten an hour and three an hour, and what is full in less.
     for (quota, earned) in [
         (Quota::per_hour(10), 10),
@@ -142,7 +147,7 @@ async fn a_step_forward_gives_what_the_time_earns_and_at_most_one_capacity() {
 #[tokio::test]
 async fn a_step_back_gives_nothing_and_keeps_nobody_out_for_longer_than_an_empty_bucket_needs_and_a_second() {
     let clocked = Clocked::start();
-    let store = RedisStore::connect(&clocked.server.url()).await.unwrap();
+    let store = unremembering(&clocked.server.url()).await;
     // Full after 2 s.
     let quota = Quota::new(10, 2 * SECOND);
     for cost in [1, 10] {
@@ -177,7 +182,7 @@ async fn a_step_back_gives_nothing_and_keeps_nobody_out_for_longer_than_an_empty
 #[tokio::test]
 async fn a_step_of_half_a_second_gives_nothing_and_every_promise_is_kept() {
     let clocked = Clocked::start();
-    let store = RedisStore::connect(&clocked.server.url()).await.unwrap();
+    let store = unremembering(&clocked.server.url()).await;
     let quota = Quota::per_second(10);
     let mut offset = 0;
     for step in [-500_000, 500_000, -500_000, -500_000, 500_000] {
@@ -212,12 +217,12 @@ async fn a_promoted_replica_whose_clock_is_wrong_is_a_step_of_the_clock() {
         replica.step_to(ahead_us);
         replica.server.query(&["REPLICAOF", "127.0.0.1", &primary.port().to_string()]);
         until("the replica follows", || info(&replica.server, "master_link_status:") == "up").await;
-        let store = RedisStore::connect(&primary.url()).await.unwrap();
+        let store = unremembering(&primary.url()).await;
         assert_eq!(admitted(&store, quota, 15).await, 10);
         until_replicated(&primary, &replica.server).await;
         primary.kill();
         replica.server.query(&["REPLICAOF", "NO", "ONE"]);
-        let store = RedisStore::connect(&replica.server.url()).await.unwrap();
+        let store = unremembering(&replica.server.url()).await;
         assert_eq!(admitted(&store, quota, 30).await, given, "{ahead_us}");
         // Nobody waits longer than an empty bucket needs, and a second; and the key has an end.
         let wait = ask(&store, quota, 10).await.retry_after().unwrap();
@@ -279,7 +284,7 @@ async fn steps_back_and_forth_under_traffic_agree_with_the_model_call_by_call() 
     const MARK: &str = "local t = redis.call('TIME'); redis.call('RPUSH', 'account', 'mark ' .. t[1] .. ' ' .. t[2])";
     for quota in [Quota::per_second(50), Quota::per_hour(30), Quota::new(7, 3 * SECOND).with_capacity(40)] {
         let clocked = Clocked::start();
-        let store = RedisStore::from_connection(Accounted::new(&clocked.server.url()).await);
+        let store = RedisStore::from_connection(Accounted::new(&clocked.server.url()).await).remember_denials(false);
         let stopped = Arc::new(AtomicBool::new(false));
         let started = Instant::now();
         let mut tasks = JoinSet::new();

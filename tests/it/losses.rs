@@ -85,7 +85,9 @@ impl Traffic {
             let limit = Limit::new("all", quota)
                 .key_by(Global)
                 .cost(|parts: &http::request::Parts| parts.headers["cost"].to_str().unwrap().parse().unwrap());
-            let layer = TokenBucketLayer::new(RedisStore::connect(url).await.unwrap(), limit);
+            // What is lost behind its back is seen at once, so that the bounds are tight.
+            let store = RedisStore::connect(url).await.unwrap().remember_denials(false);
+            let layer = TokenBucketLayer::new(store, limit);
             let layer = layer.on_store_failure(policy).share(instances);
             // Without `Local` nothing but the server decides what is admitted: no answer is too late.
             let layer = if policy == OnStoreFailure::Local { layer } else { layer.deadline(LONG) };
@@ -172,7 +174,9 @@ impl Account {
         }
         match response.status() {
             StatusCode::OK => self.admissions.lock().unwrap().push(Admission { sent, received, cost }),
-            StatusCode::TOO_MANY_REQUESTS if source == Some(Source::Store) => _ = self.denied.fetch_add(1, SeqCst),
+            StatusCode::TOO_MANY_REQUESTS if matches!(source, Some(Source::Store | Source::Remembered)) => {
+                _ = self.denied.fetch_add(1, SeqCst)
+            }
             StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {}
             other => panic!("{other}"),
         }

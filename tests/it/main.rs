@@ -53,6 +53,7 @@ mod topology;
 mod arithmetic;
 #[cfg(target_os = "linux")]
 mod clock;
+mod denials;
 mod dropped;
 mod faults;
 mod fields;
@@ -68,6 +69,7 @@ mod plumbing;
 mod redis_script;
 mod redis_store;
 mod reload;
+mod senders;
 mod servers;
 mod settle;
 #[cfg(feature = "rustls")]

@@ -1313,12 +1313,23 @@ async fn an_outage_is_logged_once_and_so_is_its_end() {
 
 /// A store that notes when each question was asked and answered, by this process's clock.
 #[derive(Clone)]
-struct Noted {
+pub(crate) struct Noted {
     inner: RedisStore,
     started: Instant,
     /// (asked, answered, how much was given)
     given: Arc<Mutex<Vec<(Duration, Duration, u64)>>>,
     calls: Arc<AtomicU64>,
+}
+
+impl Noted {
+    pub(crate) fn new(inner: RedisStore, started: Instant) -> Self {
+        Self { inner, started, given: Arc::default(), calls: Arc::default() }
+    }
+
+    /// (asked, answered, how much was given)
+    pub(crate) fn given(&self) -> Vec<(Duration, Duration, u64)> {
+        self.given.lock().unwrap().clone()
+    }
 }
 
 impl Store for Noted {
@@ -1346,7 +1357,7 @@ impl Store for Noted {
 
 /// The most by which what surely was given within an interval exceeds the quota, over all intervals: a question was
 /// answered between when it was asked and when the answer came.
-fn excess(given: &[(Duration, Duration, u64)], quota: Quota, rate: f64) -> f64 {
+pub(crate) fn excess(given: &[(Duration, Duration, u64)], quota: Quota, rate: f64) -> f64 {
     let mut most = f64::MIN;
     for (from, ..) in given {
         let mut within: Vec<_> = given.iter().filter(|(asked, ..)| asked >= from).collect();
@@ -1365,7 +1376,7 @@ async fn noted(server: &Server, started: Instant, n: usize) -> Vec<Noted> {
     let mut stores = Vec::new();
     for _ in 0..n {
         let inner = RedisStore::connect(&server.url()).await.unwrap();
-        stores.push(Noted { inner, started, given: Arc::default(), calls: Arc::default() });
+        stores.push(Noted::new(inner, started));
     }
     stores
 }
@@ -1417,7 +1428,7 @@ async fn three_processes_on_one_redis_never_send_more_than_the_quota_and_leave_l
     });
     let mut got: Vec<_> = tasks.join_all().await.concat();
     got.sort_unstable();
-    let given: Vec<_> = stores.iter().flat_map(|store| store.given.lock().unwrap().clone()).collect();
+    let given: Vec<_> = stores.iter().flat_map(Noted::given).collect();
     let calls: u64 = stores.iter().map(|store| store.calls.load(Relaxed)).sum();
     let sum: u64 = given.iter().map(|(.., cost)| cost).sum();
     assert_eq!(got.len() as u64, sum, "what was taken is what the senders have");

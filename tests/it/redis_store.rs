@@ -46,7 +46,7 @@ async fn the_memory_store_keeps_the_same_contract() {
 #[tokio::test]
 async fn every_call_is_one_evalsha_and_no_key_is_without_a_life() {
     let server = Server::start();
-    let store = RedisStore::connect(&server.url()).await.unwrap();
+    let store = RedisStore::connect(&server.url()).await.unwrap().remember_denials(false);
     let fast = charge("fast", BucketKey::global(), Quota::per_second(1500).with_capacity(1), 1);
     let both = [fast, charge("slow", BucketKey::global(), Quota::new(1, HOUR).with_capacity(50), 1)];
     store.acquire(&both).await.unwrap();
@@ -324,7 +324,7 @@ async fn accounting_process() {
     let [url, capacity, tokens, per_us, calls] = fields[..] else { panic!("{job}") };
     let number = |text: &str| text.parse::<u64>().unwrap();
     let quota = Quota::from_parts(number(capacity), number(tokens), Duration::from_micros(number(per_us)));
-    let store = RedisStore::from_connection(Accounted::new(url).await);
+    let store = RedisStore::from_connection(Accounted::new(url).await).remember_denials(false);
     let mut tasks = JoinSet::new();
     for task in 0..16 {
         let (store, calls) = (store.clone(), number(calls));

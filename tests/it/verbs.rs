@@ -75,7 +75,7 @@ async fn send<St: Store>(layer: &TokenBucketLayer<St>, client: Client) -> u16 {
     let inner = service_fn(|_| ready(Ok::<_, Infallible>(Response::new(Full::<Bytes>::default()))));
     let answer = layer.layer(inner).oneshot(client.ask()).await.unwrap();
     let decision = answer.extensions().get::<Decision>().unwrap();
-    assert_eq!(decision.source(), Source::Store, "{client:?}");
+    assert!(matches!(decision.source(), Source::Store | Source::Remembered), "{client:?}: {decision:?}");
     answer.status().as_u16()
 }
 

@@ -4,6 +4,7 @@ mod breaker;
 mod check;
 mod cluster;
 mod connection;
+mod denials;
 mod error;
 mod node;
 mod script;
@@ -13,15 +14,17 @@ use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use redis::aio::ConnectionLike;
+use tokio::time::Instant;
 
 pub use breaker::Health;
 use check::{Acquire, Check};
 use cluster::Cluster;
 use connection::{Access, Connection, Target};
+use denials::{Denials, Noted};
 use error::Counts;
 pub use error::{RedisError, RedisErrorKind};
 use node::Node;
@@ -77,6 +80,8 @@ pub struct RedisStore {
     topology: Topology,
     script: Arc<Script>,
     counts: Arc<Counts>,
+    /// None where it is switched off.
+    denials: Option<Arc<Denials>>,
 }
 
 /// Which servers have the buckets.
@@ -142,7 +147,7 @@ impl RedisStore {
     pub(crate) fn unconnected_cluster<U: AsRef<str>>(urls: impl IntoIterator<Item = U>) -> Result<Self, ConfigError> {
         let counts = Arc::<Counts>::default();
         let cluster = Cluster::new(all(urls)?, Arc::clone(&counts))?;
-        Ok(Self { topology: Topology::Cluster(Arc::new(cluster)), script: Arc::new(Script::new()), counts })
+        Ok(Self::with(Topology::Cluster(Arc::new(cluster)), counts))
     }
 
     pub(crate) fn unconnected_sentinel<U: AsRef<str>>(
@@ -159,7 +164,12 @@ impl RedisStore {
     fn of(node: impl FnOnce(Arc<Counts>) -> Node) -> Self {
         let counts = Arc::<Counts>::default();
         let node = node(Arc::clone(&counts));
-        Self { topology: Topology::Node(Arc::new(node)), script: Arc::new(Script::new()), counts }
+        Self::with(Topology::Node(Arc::new(node)), counts)
+    }
+
+    fn with(topology: Topology, counts: Arc<Counts>) -> Self {
+        let (script, denials) = (Arc::new(Script::new()), Some(Arc::new(Denials::new())));
+        Self { topology, script, counts, denials }
     }
 
     /// Waits a little for the first connection.
@@ -248,24 +258,46 @@ impl RedisStore {
     /// # Errors
     ///
     /// [`ConfigError::Prefix`] when `prefix` is not 1 to 64 of `A-Z a-z 0-9 . _ - :`.
-    pub fn try_prefix(mut self, prefix: &str) -> Result<Self, ConfigError> {
-        self.script = Arc::new(self.script.with_prefix(prefix)?);
-        Ok(self)
+    pub fn try_prefix(self, prefix: &str) -> Result<Self, ConfigError> {
+        let script = self.script.with_prefix(prefix)?;
+        Ok(self.with_other_buckets(script))
+    }
+
+    /// Sets whether this store remembers denials; by default it does. A cost that has been refused is refused again, with
+    /// every dearer one, until it could pass, and Redis is not asked. That is exact: a cheaper request is asked, and so is
+    /// everything after a second, after a refund or a [reset](Store::reset) made here, and under another quota.
+    /// [`Source::Remembered`](crate::Source::Remembered) tells such decisions.
+    ///
+    /// A refund or a reset that another instance makes is seen a second later at the latest.
+    #[must_use]
+    pub fn remember_denials(mut self, remember: bool) -> Self {
+        self.denials = remember.then(|| Arc::new(Denials::new()));
+        self
     }
 
     /// Sets a secret for the hashes of credentials and foreign text, so that who reads the keys of a Redis that is
     /// shared with others cannot test guesses. Instances that share buckets have the same. Without one the key of the
     /// hash is a constant.
     #[must_use]
-    pub fn secret(mut self, secret: impl AsRef<[u8]>) -> Self {
-        self.script = Arc::new(self.script.with_secret(secret.as_ref()));
-        self
+    pub fn secret(self, secret: impl AsRef<[u8]>) -> Self {
+        let script = self.script.with_secret(secret.as_ref());
+        self.with_other_buckets(script)
+    }
+
+    /// Whose denials are not those of the buckets before.
+    fn with_other_buckets(self, script: Script) -> Self {
+        let remembers = self.denials.is_some();
+        Self { script: Arc::new(script), ..self }.remember_denials(remembers)
     }
 }
 
 impl fmt::Debug for RedisStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RedisStore").field("topology", &self.topology).field("script", &self.script).finish()
+        f.debug_struct("RedisStore")
+            .field("topology", &self.topology)
+            .field("script", &self.script)
+            .field("denials", &self.denials)
+            .finish()
     }
 }
 
@@ -276,9 +308,18 @@ fn all<U: AsRef<str>>(urls: impl IntoIterator<Item = U>) -> Result<Vec<Access>, 
 
 impl RedisStore {
     fn check(&self, charges: &[Charge], deadline: Option<Duration>) -> RedisAcquire {
+        let mut noted = None;
+        if let Some(denials) = &self.denials {
+            let now = Instant::now();
+            if let Some(decision) = denials.recall(charges, now) {
+                return RedisAcquire { inner: Inner::Known(Some(decision)), noted };
+            }
+            noted = denials.ask(charges, now);
+        }
         let script = Arc::clone(&self.script);
         let charges = charges.iter().cloned().collect();
         RedisAcquire {
+            noted,
             inner: match &self.topology {
                 Topology::Node(node) => {
                     Inner::Check(Box::new(Check::new(Arc::clone(node), Acquire { script, charges }, deadline)))
@@ -333,9 +374,12 @@ impl Pacer for RedisStore {
 #[must_use = "futures do nothing unless polled"]
 pub struct RedisAcquire {
     inner: Inner,
+    noted: Option<Noted>,
 }
 
 enum Inner {
+    /// None once it has been given.
+    Known(Option<Decision>),
     Check(Box<Check<Acquire>>),
     Cluster(Pin<Box<dyn Future<Output = Result<Decision, RedisError>> + Send>>),
 }
@@ -344,10 +388,15 @@ impl Future for RedisAcquire {
     type Output = Result<Decision, RedisError>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        match &mut self.inner {
-            Inner::Check(check) => Pin::new(check).poll(cx),
-            Inner::Cluster(acquire) => acquire.as_mut().poll(cx),
+        let result = match &mut self.inner {
+            Inner::Known(decision) => return Poll::Ready(Ok(decision.take().expect("polled after completion"))),
+            Inner::Check(check) => ready!(Pin::new(check).poll(cx)),
+            Inner::Cluster(acquire) => ready!(acquire.as_mut().poll(cx)),
+        };
+        if let (Some(noted), Ok(decision)) = (self.noted.take(), &result) {
+            noted.answered(decision, Instant::now());
         }
+        Poll::Ready(result)
     }
 }
 

@@ -10,8 +10,9 @@ async fn until_then(what: &'static str, is: impl Fn() -> bool + Send + 'static) 
     tokio::task::spawn_blocking(move || until(what, is)).await.unwrap();
 }
 
+/// A server or a policy answers: what is remembered would hide which.
 fn policies(store: RedisStore) -> Service {
-    service(&TokenBucketLayer::new(store, limit("failover", QUOTA, 0)))
+    service(&TokenBucketLayer::new(store.remember_denials(false), limit("failover", QUOTA, 0)))
 }
 
 async fn ask(service: &Service, key: BucketKey) -> Source {

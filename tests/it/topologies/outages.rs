@@ -7,8 +7,9 @@ use tower_token_bucket::{Health, OnStoreFailure, RedisErrorKind};
 
 const QUOTA: Quota = Quota::per_second(1000);
 
+/// A server or a policy answers: what is remembered would hide which.
 fn policies(store: &RedisStore) -> Service {
-    service(&TokenBucketLayer::new(store.clone(), limit("outages", QUOTA, 0)))
+    service(&TokenBucketLayer::new(store.clone().remember_denials(false), limit("outages", QUOTA, 0)))
 }
 
 fn each(keys: &[BucketKey]) -> Vec<Vec<BucketKey>> {
