@@ -342,14 +342,14 @@ pub(crate) fn rows(all: &[Measured], instructions: &[(&str, Option<f64>)]) -> Ve
     rows
 }
 
-/// CPU time per request, in relation to ours in the same place: what is left of a second by others on the machine changes
-/// requests per second, and this hardly.
+/// CPU time per request, in relation to ours in the same place, and that of Redis in microseconds: what is left of a second
+/// by others on the machine changes requests per second, and these hardly.
 pub(crate) fn chart(all: &[Measured], on_redis: bool) -> Chart {
     let shown: &[&str] = if on_redis { &REDIS } else { &MEMORY };
-    let series = |denied: bool, of: fn(&Measured) -> &Vec<f64>| {
+    let series = |denied: bool, of: fn(&Measured, &Measured) -> f64| {
         let figure = |who: &str| {
             let found = find(all, who, on_redis, denied).zip(find(all, OURS, on_redis, denied));
-            found.map_or(f64::NAN, |(own, ours)| ratio(of(own), of(ours)))
+            found.map_or(f64::NAN, |(own, ours)| of(own, ours))
         };
         let shift = if denied { 0.19 } else { -0.19 };
         let points = shown.iter().enumerate().map(|(at, who)| (at as f64 + shift, figure(who))).collect();
@@ -359,10 +359,11 @@ pub(crate) fn chart(all: &[Measured], on_redis: bool) -> Chart {
     let both = |of| vec![series(false, of), series(true, of)];
     let names: Vec<_> = shown.iter().map(|who| short(who)).collect();
     let place = if on_redis { "on Redis" } else { "in memory" };
-    let title = format!("CPU time of one request to a whole axum server, buckets {place}; ours is 1");
-    let mut chart = bars(&title, &names, "CPU time of the server, times ours", both(|of| &of.cpu));
+    let title = format!("CPU time of one request to a whole axum server, buckets {place}");
+    let mut chart =
+        bars(&title, &names, "CPU time of the server; ours is 1", both(|of, ours| ratio(&of.cpu, &ours.cpu)));
     if on_redis {
-        let below = bars("", &names, "CPU time of Redis, times ours", both(|of| &of.redis_cpu));
+        let below = bars("", &names, "CPU time of Redis, us", both(|of, _| median(of.redis_cpu.clone())));
         chart.description = format!("Server: {} Redis: {}", chart.description, below.description);
         chart.panels.extend(below.panels);
     }
