@@ -8,13 +8,11 @@
 #[path = "support/calls.rs"]
 mod calls;
 
-use calls::{ALLOWED, Args, DENIED, FLOOR, TOKEN_BUCKET, Variant, key, measure, rounds, several, texts};
+use calls::{
+    ALLOWED, Args, DENIED, FLOOR, FLOOR_NAME, TOKEN_BUCKET, Variant, key, measure, one, peers, rounds, several, texts,
+};
 
-const FLOOR_NAME: &str = "floor: TIME, GET, SET PX";
 const ONE: &str = include_str!("scripts/one.lua");
-const REDIS_RATE: &str = include_str!("scripts/redis_rate.lua");
-const SPRING: &str = include_str!("scripts/spring.lua");
-const TRAEFIK: &str = include_str!("scripts/traefik.lua");
 
 /// `requests` requests with one charge each to a call, on `keys` different keys.
 fn many(requests: usize, keys: usize, charge: [&'static str; 5], kind: &'static str) -> impl Fn(usize) -> Args {
@@ -27,13 +25,7 @@ fn many(requests: usize, keys: usize, charge: [&'static str; 5], kind: &'static 
 }
 
 fn variants() -> Vec<Variant> {
-    let one = |kind: &'static str, charge: [&'static str; 5]| move |i| (vec![key(kind, i)], texts(charge));
-    let now = || {
-        let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-        since.unwrap_or_default().as_micros().to_string()
-    };
-    let spring_keys = |kind: &str, i| vec![key(kind, i) + ".tokens", key(kind, i) + ".timestamp"];
-    vec![
+    let ours = vec![
         Variant::new("return 1", ONE, 1, false, one("allowed", ALLOWED)),
         Variant::new(FLOOR_NAME, FLOOR, 1, false, one("floor", ALLOWED)),
         Variant::new(FLOOR_NAME, FLOOR, 1, true, one("floor-denied", DENIED)),
@@ -51,25 +43,8 @@ fn variants() -> Vec<Variant> {
         Variant::new("64 requests in a call", TOKEN_BUCKET, 64, true, many(64, 64, DENIED, "denied")),
         Variant::new("64 requests, 4 hot keys", TOKEN_BUCKET, 64, false, many(64, 4, ALLOWED, "allowed")),
         Variant::new("64 requests, 4 hot keys", TOKEN_BUCKET, 64, true, many(64, 4, DENIED, "denied")),
-        Variant::new("redis_rate's design", REDIS_RATE, 1, false, move |i| {
-            (vec![key("rate", i)], texts(["1000000", "10", "1", "1"]))
-        }),
-        Variant::new("redis_rate's design", REDIS_RATE, 1, true, move |i| {
-            (vec![key("rate-denied", i)], texts(["1", "1", "864000", "1"]))
-        }),
-        Variant::new("Spring's design", SPRING, 1, false, move |i| {
-            (spring_keys("spring", i), texts(["10", "1000000", "1"]))
-        }),
-        Variant::new("Spring's design", SPRING, 1, true, move |i| {
-            (spring_keys("spring-denied", i), texts(["0.0001", "1", "1"]))
-        }),
-        Variant::new("Traefik's design", TRAEFIK, 1, false, move |i| {
-            (vec![key("traefik", i)], texts(["0.00001", "1000000", "100000", &now(), "500000"]))
-        }),
-        Variant::new("Traefik's design", TRAEFIK, 1, true, move |i| {
-            (vec![key("traefik-denied", i)], texts(["0.0000000001", "1", "86400", &now(), "500000"]))
-        }),
-    ]
+    ];
+    ours.into_iter().chain(peers()).collect()
 }
 
 fn main() {
@@ -93,7 +68,7 @@ fn main() {
         println!("| {name} | {} | {} |", column(false), column(true));
     }
     println!("\n| one charge to a call costs, against | allowed | denied |\n|---|---|---|");
-    let peers = ["redis_rate's design", "Spring's design", "Traefik's design"];
+    let peers = ["redis_rate's design", "Spring's design", "Traefik's design", "the usual script"];
     for other in peers.into_iter().chain(["64 requests in a call", "64 requests, 4 hot keys"]) {
         let column = |denied| find("one charge", denied).map_or(String::new(), |variant| against(other, variant));
         println!("| {other} | {} | {} |", column(false), column(true));

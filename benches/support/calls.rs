@@ -18,6 +18,11 @@ pub(crate) const KEYS: usize = 1_000;
 
 pub(crate) const TOKEN_BUCKET: &str = include_str!("../../lua/token_bucket.lua");
 pub(crate) const FLOOR: &str = include_str!("../scripts/floor.lua");
+pub(crate) const FLOOR_NAME: &str = "floor: TIME, GET, SET PX";
+const REDIS_RATE: &str = include_str!("../scripts/redis_rate.lua");
+const SPRING: &str = include_str!("../scripts/spring.lua");
+const TRAEFIK: &str = include_str!("../scripts/traefik.lua");
+const BLOG: &str = include_str!("../scripts/blog.lua");
 
 /// One of 1 000 000 tokens that refill at 10 per second: no bucket is full, and none runs dry while it is measured.
 pub(crate) const ALLOWED: [&str; 5] = ["take", "100000", ":1000000:1:100000:", "100000000000", "1"];
@@ -91,6 +96,45 @@ pub(crate) fn texts<const N: usize>(texts: [&str; N]) -> Vec<String> {
 pub(crate) fn key(kind: &str, i: usize) -> String {
     let i = i % KEYS;
     format!("tb:v1:{{ip:203.0.{}.{}}}:{kind}", i / 250, i % 250)
+}
+
+/// One request with one charge to a call.
+pub(crate) fn one(kind: &'static str, charge: [&'static str; 5]) -> impl Fn(usize) -> Args {
+    move |i| (vec![key(kind, i)], texts(charge))
+}
+
+/// Designs of other limiters, each with buckets that are nearly full and with buckets that are empty for a long time.
+pub(crate) fn peers() -> Vec<Variant> {
+    let now = || std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    let micros = move || now().as_micros().to_string();
+    let seconds = move || now().as_secs_f64().to_string();
+    let spring_keys = |kind: &str, i| vec![key(kind, i) + ".tokens", key(kind, i) + ".timestamp"];
+    vec![
+        Variant::new("redis_rate's design", REDIS_RATE, 1, false, move |i| {
+            (vec![key("rate", i)], texts(["1000000", "10", "1", "1"]))
+        }),
+        Variant::new("redis_rate's design", REDIS_RATE, 1, true, move |i| {
+            (vec![key("rate-denied", i)], texts(["1", "1", "864000", "1"]))
+        }),
+        Variant::new("Spring's design", SPRING, 1, false, move |i| {
+            (spring_keys("spring", i), texts(["10", "1000000", "1"]))
+        }),
+        Variant::new("Spring's design", SPRING, 1, true, move |i| {
+            (spring_keys("spring-denied", i), texts(["0.0001", "1", "1"]))
+        }),
+        Variant::new("Traefik's design", TRAEFIK, 1, false, move |i| {
+            (vec![key("traefik", i)], texts(["0.00001", "1000000", "100000", &micros(), "500000"]))
+        }),
+        Variant::new("Traefik's design", TRAEFIK, 1, true, move |i| {
+            (vec![key("traefik-denied", i)], texts(["0.0000000001", "1", "86400", &micros(), "500000"]))
+        }),
+        Variant::new("the usual script", BLOG, 1, false, move |i| {
+            (vec![key("blog", i)], texts(["1000000", "10", &seconds(), "1"]))
+        }),
+        Variant::new("the usual script", BLOG, 1, true, move |i| {
+            (vec![key("blog-denied", i)], texts(["1", "0.0001", &seconds(), "1"]))
+        }),
+    ]
 }
 
 /// One request with `charges` charges to a call.

@@ -1,0 +1,5 @@
+fn main() {
+    if !peers::child() {
+        peers::shards::main();
+    }
+}
