@@ -1,5 +1,6 @@
 //! What checks cost that travel together: the store against one EVALSHA for each decision, sent with redis-rs on one
-//! connection.
+//! connection, and on four with as many in flight together, since what a server's call costs by itself depends on how
+//! many commands it reads at a time. Denials are not remembered here, so that each check is asked.
 //!
 //! Run with `cargo bench --bench gather`; `ROUNDS=101` for quieter figures, `THREADS=1` for another runtime. All variants
 //! in turn, round after round, on one server. Times depend on the machine and its mood, so a ratio is taken in each
@@ -112,9 +113,8 @@ async fn decisions(asked: &[Asked], kind: Kind, tasks: usize, each: usize) -> Ve
     running.join_all().await.concat()
 }
 
-async fn cost(server: &Server, asked: &[Asked], kind: Kind) -> Cost {
+async fn cost(server: &Server, asked: &[Asked], kind: Kind, tasks: usize) -> Cost {
     let (calls, cpu, own, started) = (server.calls("evalsha"), server.cpu(), client_cpu(), Instant::now());
-    let tasks = TASKS * asked.len();
     decisions(asked, kind, tasks, DECISIONS / tasks).await;
     let (time, own) = (started.elapsed(), client_cpu() - own);
     let each = |spent: Duration| spent.as_secs_f64() * 1e6 / DECISIONS as f64;
@@ -122,14 +122,16 @@ async fn cost(server: &Server, asked: &[Asked], kind: Kind) -> Cost {
     Cost { server: each(server.cpu() - cpu), client: each(own), time: each(time), calls }
 }
 
-async fn print_costs(server: &Server, both: &[Vec<Asked>; 2], rounds: usize) {
+async fn print_costs(server: &Server, both: &[Vec<Asked>; 2], spread: &[Asked], rounds: usize) {
     let kinds = [(KEYS, false), (KEYS, true), (HOT, false), (HOT, true)];
     let kinds = kinds.map(|(keys, denied)| Kind { keys, denied });
-    let mut costs: Vec<Vec<[Cost; 2]>> = vec![Vec::new(); kinds.len()];
+    let mut costs: Vec<Vec<[Cost; 3]>> = vec![Vec::new(); kinds.len()];
+    let tasks = TASKS * both[0].len();
     for _ in 0..rounds {
         for (kind, costs) in kinds.iter().zip(&mut costs) {
-            let raw = cost(server, &both[0], *kind).await;
-            costs.push([raw, cost(server, &both[1], *kind).await]);
+            let raw = cost(server, &both[0], *kind, tasks).await;
+            let store = cost(server, &both[1], *kind, tasks).await;
+            costs.push([raw, store, cost(server, spread, *kind, tasks).await]);
         }
     }
     println!(
@@ -137,28 +139,31 @@ async fn print_costs(server: &Server, both: &[Vec<Asked>; 2], rounds: usize) {
         both[0].len()
     );
     println!(
-        "| keys | answer | server: raw | store | decisions per CPU second x | target | client: raw | store | x raw | \
-         target | decisions/s x | calls per decision |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
+        "| keys | answer | server: raw | on 4 connections | store | decisions per CPU second: x raw | x 4 connections | \
+         target | client: raw | store | x raw | target | decisions/s x | calls per decision |\n\
+         |---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
     );
     for (kind, costs) in kinds.iter().zip(&costs) {
-        let of = |figure: &dyn Fn(&[Cost; 2]) -> f64| median(costs.iter().map(figure).collect());
+        let of = |figure: &dyn Fn(&[Cost; 3]) -> f64| median(costs.iter().map(figure).collect());
         let target = match (kind.keys == HOT, kind.denied) {
             (true, _) => ">= 10",
             (false, false) => ">= 1.8",
             (false, true) => ">= 3",
         };
         println!(
-            "| {} | {} | {:.2} | {:.2} | {:.2} | {target} | {:.2} | {:.2} | {:.2} | <= 1.2 | {:.2} | {:.3} |",
+            "| {} | {} | {:.2} | {:.2} | {:.2} | {:.2} | {:.2} | {target} | {:.2} | {:.2} | {:.2} | <= 1.2 | {:.2} | {:.3} |",
             kind.keys,
             kind.limit(),
-            of(&|[raw, _]| raw.server),
-            of(&|[_, store]| store.server),
-            of(&|[raw, store]| raw.server / store.server),
-            of(&|[raw, _]| raw.client),
-            of(&|[_, store]| store.client),
-            of(&|[raw, store]| store.client / raw.client),
-            of(&|[raw, store]| raw.time / store.time),
-            of(&|[_, store]| store.calls),
+            of(&|[raw, ..]| raw.server),
+            of(&|[.., spread]| spread.server),
+            of(&|[_, store, _]| store.server),
+            of(&|[raw, store, _]| raw.server / store.server),
+            of(&|[_, store, spread]| spread.server / store.server),
+            of(&|[raw, ..]| raw.client),
+            of(&|[_, store, _]| store.client),
+            of(&|[raw, store, _]| store.client / raw.client),
+            of(&|[raw, store, _]| raw.time / store.time),
+            of(&|[_, store, _]| store.calls),
         );
     }
 }
@@ -231,10 +236,15 @@ async fn raw(server: &Server) -> Asked {
 
 async fn measure(server: &Server, rounds: usize) {
     let mut both = [Vec::new(), Vec::new()];
+    let mut spread = Vec::new();
+    for _ in 0..4 {
+        spread.push(raw(server).await);
+    }
     for instances in [1, 4] {
         while both[0].len() < instances {
             both[0].push(raw(server).await);
-            both[1].push(Asked::Store(RedisStore::connect(&server.url()).await.expect("a store")));
+            let store = RedisStore::connect(&server.url()).await.expect("a store");
+            both[1].push(Asked::Store(store.remember_denials(false)));
         }
         if let Asked::Store(store) = &both[1][0] {
             for i in 0..KEYS {
@@ -248,7 +258,7 @@ async fn measure(server: &Server, rounds: usize) {
                 decisions(asked, Kind { keys: KEYS, denied }, TASKS, 20).await;
             }
         }
-        print_costs(server, &both, rounds).await;
+        print_costs(server, &both, &spread, rounds).await;
         if instances == 1 {
             print_alone(&both, rounds).await;
             print_latencies(&both, rounds).await;
