@@ -35,6 +35,7 @@ use crate::log::Log;
 use crate::server::Server;
 
 const NAME: &str = "peer";
+const NO_HOST: &str = "the request names no bucket: no host in its URL or `Host` field, or none that `key_by` finds";
 /// Longer than anything here takes, in virtual time.
 const LONG: Duration = Duration::from_secs(3600);
 
@@ -1061,7 +1062,7 @@ async fn without_a_host_there_is_no_key_and_what_costs_nothing_needs_none() {
     let mut service = layer.clone().layer(probe.clone());
     let error = send(&mut service, ask("/path")).await.unwrap_err();
     assert_eq!(error, ThrottleError::Acquire(AcquireError::NoKey(NoKey::Identity)));
-    assert_eq!(error.to_string(), "the request names no bucket");
+    assert_eq!(error.to_string(), NO_HOST);
     assert_eq!((probe.seen(), store.calls()), ((0, 0), 0));
     let mut free = layer.cost(CostTable::new(1).exempt("GET /path")).layer(probe.clone());
     send(&mut free, ask("/path")).await.unwrap();
@@ -1267,7 +1268,7 @@ fn errors_say_what_happened_and_when_to_come_back() {
             None,
         ),
         (AcquireError::Crowded, "as many wait for tokens as may", None),
-        (AcquireError::NoKey(NoKey::Identity), "the request names no bucket", None),
+        (AcquireError::NoKey(NoKey::Identity), NO_HOST, None),
         (failed, "the store of the buckets failed: it is asked again in 1.5s", Some(ms(1500))),
     ];
     for (error, text, retry_after) in texts {
