@@ -13,6 +13,7 @@
 --           charges   how many charges each of them makes, and then these
 --         A charge is five values:
 --           kind      take    takes the units if they are there, else refuses; there are at most `full` of them
+--                     take n  as many requests that make this one charge, on the bucket that is named once
 --                     refuse  refuses: a take of more than `full`
 --                     spend   takes them whether they are there or not, down to -full
 --                     give    gives them, up to full
@@ -23,7 +24,8 @@
 --           full      capacity * p, at most 2^51
 --           n         once more
 --
--- Reply   For each charge 2 * level + (1 if the tokens were there), in units of its own quota. One charge is answered
+-- Reply   For each charge 2 * level + (1 if the tokens were there), in units of its own quota; for `take n` the level
+--         before the first of them, from which follows how many were made and what each has left. One charge is answered
 --         with the integer, several with an array; two also with a text of both, which costs the server less. Where the clock has stepped back and a bucket's time lies ahead of
 --         it, the reply is an array of twice as many integers: these, then by how many microseconds each is ahead.
 --         A key that does not hold a bucket is an error in place of each integer of the requests that name it, and of
@@ -320,8 +322,13 @@ while k <= total do
         -- Requests that follow each other on one bucket are reckoned in numbers, and its text is made once.
         local kind, quota = ARGV[arg], ARGV[arg + 2]
         local units, full, n = ARGV[arg + 1] + 0, ARGV[arg + 3] + 0, ARGV[arg + 4] + 0
+        local times
+        if #kind > 4 and sub(kind, 1, 5) == 'take ' then
+            kind, times = 'take', sub(kind, 6) + 0
         -- Only kinds in shadow are longer than `refuse`. Alone, such a charge is like any other.
-        if #kind > 6 then kind = sub(kind, 8) end
+        elseif #kind > 6 then
+            kind = sub(kind, 8)
+        end
         while k <= last do
             local key, first, left = KEYS[k], k, nil
             local slot = slots[key]
@@ -329,6 +336,12 @@ while k <= total do
             repeat
                 if not at then
                     replies[k] = errors[slot]
+                elseif times then
+                    replies[k] = 2 * level + (level >= units and 1 or 0)
+                    if level >= units then
+                        level = level - min(times, floor(level / units)) * units
+                        left = level
+                    end
                 elseif kind == 'take' and level >= units then
                     level = level - units
                     left = level

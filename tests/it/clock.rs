@@ -250,13 +250,14 @@ impl Accounted {
             local existed = redis.call('EXISTS', KEYS[1])
             local function body()\n{body}\nend
             local reply = body()\n{EACH_CHARGE}
-            each_charge(function(place, a)
+            each_charge(function(place, a, said, nth, is_last)
                 local replied, ahead, left = reply, 0, '- -'
                 if type(reply) == 'table' then replied, ahead = reply[place], reply[#KEYS + place] or 0 end
-                if place == #KEYS then
+                replied = said(replied)
+                if place == #KEYS and is_last then
                     left = redis.call('PTTL', KEYS[1]) .. ' ' .. (redis.call('GET', KEYS[1]) or 'none')
                 end
-                local text = string.format('%d %d %d %d %d %s %s', place > 1 and 1 or existed, account_time[1],
+                local text = string.format('%d %d %d %d %d %s %s', place + nth > 1 and 1 or existed, account_time[1],
                     account_time[2], replied, ahead, ARGV[a + 1], left)
                 redis.call('RPUSH', 'account', text)
             end)

@@ -173,7 +173,7 @@ fn requests(entry: &str, known: &HashMap<String, Charge>) -> Vec<Accounting> {
             Some(kind) => (true, kind),
             None => (false, values[0]),
         };
-        let amount = match kind {
+        let amount = match kind.split(' ').next().unwrap() {
             "take" => Amount::Take(tokens),
             "refuse" => Amount::Take(quota.capacity() + 1),
             "spend" => Amount::Spend(tokens),
@@ -188,19 +188,30 @@ fn requests(entry: &str, known: &HashMap<String, Charge>) -> Vec<Accounting> {
         let ahead = replies.get(keys.len() + place).map_or(0, |ahead| *ahead as u64);
         Reply::new(replies[place].div_euclid(2), replies[place].rem_euclid(2) == 1, ahead)
     };
-    let of = |place: usize, values: &[&str]| Accounting {
-        now_us,
-        charges: values.chunks(5).enumerate().map(|(i, values)| charge(place + i, values)).collect(),
-        replies: (place..place + values.len() / 5).map(reply).collect(),
+    // Equal takes are named once, and told what the first of them found.
+    let nth = |found: Reply, units: i64, nth: i64| {
+        let made = (found.level().max(0) / units).min(nth);
+        let level = found.level() - made * units;
+        let is_made = made == nth && level >= units;
+        Reply::new(if is_made { level - units } else { level }, is_made, found.ahead_us())
+    };
+    let of = |place: usize, values: &[&str]| -> Vec<Accounting> {
+        let charges: Vec<_> = values.chunks(5).enumerate().map(|(i, values)| charge(place + i, values)).collect();
+        let replies: Vec<_> = (place..place + values.len() / 5).map(reply).collect();
+        let Some(times) = values[0].strip_prefix("take ").map(number) else {
+            return vec![Accounting { now_us, charges, replies }];
+        };
+        let reply = |i| vec![nth(replies[0], number(values[1]), i)];
+        (0..times).map(|i| Accounting { now_us, charges: charges.clone(), replies: reply(i) }).collect()
     };
     if keys.len() == 1 {
-        return vec![of(0, &args)];
+        return of(0, &args);
     }
     let (mut place, mut rest, mut all) = (0, &args[..], Vec::new());
     while place < keys.len() {
         let (count, charges) = (number(rest[0]) as usize, number(rest[1]) as usize);
         for _ in 0..count {
-            all.push(of(place, &rest[2..2 + 5 * charges]));
+            all.extend(of(place, &rest[2..2 + 5 * charges]));
             place += charges;
         }
         rest = &rest[2 + 5 * charges..];

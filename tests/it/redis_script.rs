@@ -44,11 +44,13 @@ struct Call {
     now_us: u64,
     /// Requests that differ in their buckets only, run after run.
     runs: Vec<Vec<Vec<Charge>>>,
+    /// Each of them so many times, but named once.
+    times: usize,
 }
 
 impl Call {
     fn new(now_us: u64, charges: &[Charge]) -> Self {
-        Self { now_us, runs: vec![vec![charges.to_vec()]] }
+        Self { now_us, runs: vec![vec![charges.to_vec()]], times: 1 }
     }
 
     fn requests(&self) -> impl Iterator<Item = &Vec<Charge>> {
@@ -69,7 +71,11 @@ impl Call {
             if !single {
                 args.extend([run.len().to_string(), run[0].len().to_string()]);
             }
+            let first = args.len();
             run[0].iter().for_each(|charge| push_charge(&mut args, charge));
+            if self.times > 1 {
+                args[first] = format!("{} {}", args[first], self.times);
+            }
         }
         args
     }
@@ -314,7 +320,7 @@ pub(crate) fn tick(random: &mut Random, now_us: u64) -> u64 {
 
 fn random_call(random: &mut Random, model: &Model, now_us: u64, quotas: &[Quota]) -> Call {
     const NAMES: [&str; 5] = ["a", "b", "c", "d", "e"];
-    let mut call = Call { now_us, runs: Vec::new() };
+    let mut call = Call { now_us, runs: Vec::new(), times: 1 };
     // The common case of several limits: takes from different buckets, each mostly under the quota that it had.
     if random.one_in(2) {
         let first = random.below(NAMES.len() as u64) as usize;
@@ -433,6 +439,57 @@ fn a_million_random_charges_are_answered_and_stored_as_the_model_says() {
             }
         }
     }
+}
+
+/// Equal takes on one bucket, in one call: what is said of the first tells what is said of the others.
+#[test]
+fn equal_takes_that_are_named_once_are_what_they_are_one_by_one() {
+    let mut buckets = Buckets::start();
+    let (mut some, mut all, mut none) = (0, 0, 0);
+    for seed in 0..400 {
+        let mut random = Random(1000 + seed);
+        buckets.server.query(&["FLUSHALL"]);
+        let mut model = Model::default();
+        let all_quotas = quotas(&mut random);
+        let few: Vec<_> = (0..1 + random.below(2)).map(|_| *random.pick(&all_quotas)).collect();
+        let mut now_us = START_US + random.below(1 << 40);
+        for _ in 0..40 {
+            now_us = tick(&mut random, now_us);
+            let quota = *random.pick(&few);
+            let tokens = takes(&mut random, &model, "a", quota).clamp(1, quota.capacity());
+            let names = &["a", "b", "c"][..1 + random.below(3) as usize];
+            let times = 2 + random.magnitude(60) as usize;
+            let run = names.iter().map(|name| vec![charge(name, quota, Amount::Take(tokens))]);
+            let call = Call { now_us, runs: vec![run.collect()], times };
+            let (reply, writes) = buckets.answers(std::slice::from_ref(&call)).remove(0);
+            let got = replies(&reply, names.len());
+            let units = (tokens * quota.refill().1.as_micros() as u64) as i64;
+            for (charge, got) in call.charges().zip(got) {
+                let before = model.state(charge);
+                let right: Vec<_> =
+                    (0..times).map(|_| model.acquire(std::slice::from_ref(charge), now_us)[0]).collect();
+                let found = right[0].level() + if right[0].is_allowed() { units } else { 0 };
+                let context = format!("seed {seed}: {call:?} on {before:?}");
+                assert_eq!(got, Reply::new(found, right[0].is_allowed(), right[0].ahead_us()), "{context}");
+                let made = right.iter().filter(|reply| reply.is_allowed()).count();
+                assert_eq!(made as i64, (found.max(0) / units).min(times as i64), "{context}");
+                let left = right[times - 1].level();
+                assert_eq!(left, found - made as i64 * units, "{context}");
+                let written = writes.iter().find(|write| write.key == key(charge));
+                let state = model.state(charge);
+                assert_eq!(written.map(|write| &write.value), state.as_ref().filter(|_| state != before), "{context}");
+                if let Some(write) = written {
+                    assert_eq!(write.life_ms, model.life_ms(charge, now_us).unwrap().to_string(), "{context}");
+                }
+                match made {
+                    0 => none += 1,
+                    made if made == times => all += 1,
+                    _ => some += 1,
+                }
+            }
+        }
+    }
+    assert!(some > 1_000 && all > 1_000 && none > 1_000, "{some} made in part, {all} made whole, {none} not made");
 }
 
 /// Writes bucket values by hand and reads them back through the script, as every version of the crate has to.
@@ -721,7 +778,7 @@ fn a_foreign_value_fails_only_the_requests_that_name_it() {
     buckets.server.query(&["LPUSH", "list", "x"]);
     let request = |a, b| vec![charge(a, quota, Amount::Take(1)), charge(b, quota, Amount::Take(1))];
     let requests = vec![request("b", "c"), request("b", "foreign"), request("list", "c"), request("c", "d")];
-    let answers = buckets.answers(&[Call { now_us: START_US, runs: vec![requests] }]);
+    let answers = buckets.answers(&[Call { now_us: START_US, runs: vec![requests], times: 1 }]);
     let Value::Array(replies) = &answers[0].0 else { panic!("{answers:?}") };
     let mut shown = String::new();
     for reply in replies {
@@ -903,7 +960,7 @@ fn a_call_may_carry_thousands_of_charges() {
     let mut buckets = Buckets::start();
     let quota = Quota::per_day(2);
     let requests: Vec<_> = (0..4000).map(|i| vec![charge(&format!("k{}", i % 3999), quota, Amount::Take(2))]).collect();
-    let answers = buckets.answers(&[Call { now_us: START_US, runs: vec![requests] }]);
+    let answers = buckets.answers(&[Call { now_us: START_US, runs: vec![requests], times: 1 }]);
     let Value::Array(replies) = &answers[0].0 else { panic!("{:?}", answers[0].0) };
     assert_eq!(replies.iter().filter(|reply| **reply == Value::Int(1)).count(), 3999);
     assert_eq!((replies.last(), answers[0].1.len()), (Some(&Value::Int(0)), 3999));

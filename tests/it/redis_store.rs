@@ -267,14 +267,29 @@ async fn a_rollout_hands_out_no_more_than_the_larger_quota() {
 
 /// Calls a function with the place of each charge of a call, in order, and with where its values are in ARGV.
 pub(crate) const EACH_CHARGE: &str = "
+    -- What is said to one of equal takes, of which the first is told what it found.
+    local function said(reply, units, nth)
+        local level = (reply - reply % 2) / 2
+        local made = math.min(math.floor(math.max(level, 0) / units), nth)
+        level = level - made * units
+        if made == nth and level >= units then return 2 * (level - units) + 1 end
+        return 2 * level
+    end
+    local function each_request(of, place, a)
+        local times = string.match(ARGV[a], '^take (%d+)$')
+        if not times then return of(place, a, function(reply) return reply end, 0, true) end
+        for nth = 0, times - 1 do
+            of(place, a, function(reply) return said(reply, ARGV[a + 1] + 0, nth) end, nth, nth == times - 1)
+        end
+    end
     local function each_charge(of)
-        if #KEYS == 1 then return of(1, 1) end
+        if #KEYS == 1 then return each_request(of, 1, 1) end
         local place, a = 0, 1
         while place < #KEYS do
             local requests, charges = ARGV[a] + 0, ARGV[a + 1] + 0
             for i = 0, requests * charges - 1 do
                 place = place + 1
-                of(place, a + 2 + 5 * (i % charges))
+                each_request(of, place, a + 2 + 5 * (i % charges))
             end
             a = a + 2 + 5 * charges
         end
@@ -295,8 +310,8 @@ impl Accounted {
         let body = SCRIPT.replace(TIME, "local time = redis.call('TIME')\naccount_time = time\n");
         let script = format!(
             "local account_time\nlocal function body()\n{body}\nend\nlocal reply = body()\n{EACH_CHARGE}
-            each_charge(function(place, a)
-                local replied = type(reply) == 'table' and reply[place] or reply
+            each_charge(function(place, a, said)
+                local replied = said(type(reply) == 'table' and reply[place] or reply)
                 redis.call('RPUSH', 'account', account_time[1] .. ' ' .. account_time[2] .. ' ' .. ARGV[a + 1] .. ' ' ..
                     ARGV[a + 2] .. ' ' .. string.format('%.0f', replied))
             end)

@@ -62,7 +62,7 @@ impl Call for Acquire {
     }
 
     fn read(&self, answer: &Value) -> Result<Decision, RedisError> {
-        script::decision(&self.charges, answer, Part { place: 0, total: self.charges.len() })
+        script::decision(&self.charges, answer, Part { place: 0, total: self.charges.len(), nth: None })
     }
 
     fn unasked(&self) -> Option<Decision> {

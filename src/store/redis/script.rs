@@ -72,7 +72,7 @@ impl Script {
             // One request of that many charges.
             cmd.arg(1).arg(charges.len());
         }
-        write_charges(&mut cmd, &mut text, charges);
+        write_charges(&mut cmd, &mut text, charges, 1);
         cmd
     }
 
@@ -179,8 +179,8 @@ impl Call for PaceCall {
     }
 }
 
-/// The values of each charge in ARGV.
-fn write_charges(cmd: &mut Cmd, text: &mut String, charges: &[Charge]) {
+/// The values of each charge in ARGV. A charge by itself may be that of several requests.
+fn write_charges(cmd: &mut Cmd, text: &mut String, charges: &[Charge], times: usize) {
     for charge in charges {
         let quota = charge.quota();
         let (kind, tokens) = match charge.amount() {
@@ -192,6 +192,9 @@ fn write_charges(cmd: &mut Cmd, text: &mut String, charges: &[Charge]) {
         };
         text.clear();
         let _ = write!(text, "{}{kind}", if charge.is_shadow() { "shadow " } else { "" });
+        if times > 1 {
+            let _ = write!(text, " {times}");
+        }
         cmd.arg(&*text).arg(bucket::units(tokens, &quota));
         text.clear();
         let _ = write!(text, ":{}:{}:{}:", quota.capacity(), quota.tokens(), quota.per_us());
@@ -204,7 +207,7 @@ fn write_charges(cmd: &mut Cmd, text: &mut String, charges: &[Charge]) {
 pub(super) fn call_for_all(by: By, requests: &[&Acquire]) -> (Cmd, Vec<Part>) {
     let total = requests.iter().map(|request| request.charges.len()).sum();
     if let [request] = requests {
-        return (request.script.call(by, &request.charges), vec![Part { place: 0, total }]);
+        return (request.script.call(by, &request.charges), vec![Part { place: 0, total, nth: None }]);
     }
     let mut text = String::with_capacity(64 * total);
     let mut ends = Vec::with_capacity(total);
@@ -241,31 +244,56 @@ pub(super) fn call_for_all(by: By, requests: &[&Acquire]) -> (Cmd, Vec<Part>) {
         first += of_it.len();
     }
 
-    let mut cmd = Cmd::with_capacity(3 + total + 7 * runs.len(), text.len() + 128 * runs.len() + 128);
-    requests[0].script.write_verb(&mut cmd, by);
-    cmd.arg(total);
-    let mut parts = vec![Part { place: 0, total }; requests.len()];
+    // What is named, one after the other, and for how many requests each.
+    let mut named: Vec<(Vec<usize>, usize, &[Charge])> = Vec::new();
+    let mut parts = vec![Part { place: 0, total: 0, nth: None }; requests.len()];
     let mut place = 0;
     for run in &mut runs {
-        if requests[run[0].0].charges.len() == 1 {
-            // Those of one bucket are one read and one write where they follow each other.
-            run.sort_by_key(|(_, first)| buckets[*first]);
-        }
-        for (request, first) in run {
-            parts[*request].place = place;
-            for i in *first..*first + requests[*request].charges.len() {
-                cmd.arg(key(i));
-                place += 1;
+        let charges = &*requests[run[0].0].charges;
+        if !matches!(charges, [charge] if is_plain_take(charge)) {
+            let mut keys = Vec::new();
+            for (request, first) in run {
+                parts[*request].place = place + keys.len();
+                keys.extend(*first..*first + charges.len());
             }
+            place += keys.len();
+            named.push((keys, 1, charges));
+            continue;
+        }
+        // Those of one bucket are named once, and those of as many requests together.
+        run.sort_by_key(|(_, first)| buckets[*first]);
+        let mut groups: Vec<&[(usize, usize)]> = run.chunk_by(|a, b| buckets[a.1] == buckets[b.1]).collect();
+        groups.sort_by_key(|group| group.len());
+        for alike in groups.chunk_by(|a, b| a.len() == b.len()) {
+            for (i, group) in alike.iter().enumerate() {
+                for (nth, (request, _)) in group.iter().enumerate() {
+                    parts[*request].place = place + i;
+                    parts[*request].nth = (group.len() > 1).then_some(nth as u32);
+                }
+            }
+            place += alike.len();
+            named.push((alike.iter().map(|group| group[0].1).collect(), alike[0].len(), charges));
         }
     }
+    parts.iter_mut().for_each(|part| part.total = place);
+
+    let mut cmd = Cmd::with_capacity(3 + place + 7 * named.len(), text.len() + 128 * named.len() + 128);
+    requests[0].script.write_verb(&mut cmd, by);
+    cmd.arg(place);
+    named.iter().flat_map(|(keys, ..)| keys).for_each(|i| _ = cmd.arg(key(*i)));
     let mut text = String::with_capacity(64);
-    for run in &runs {
-        let charges = &requests[run[0].0].charges;
-        cmd.arg(run.len()).arg(charges.len());
-        write_charges(&mut cmd, &mut text, charges);
+    for (keys, times, charges) in named {
+        if place > 1 {
+            cmd.arg(keys.len() / charges.len()).arg(charges.len());
+        }
+        write_charges(&mut cmd, &mut text, charges, times);
     }
     (cmd, parts)
+}
+
+/// A take that can pass, and may refuse.
+fn is_plain_take(charge: &Charge) -> bool {
+    matches!(charge.amount(), Amount::Take(_)) && !charge.is_shadow() && !charge.is_too_dear()
 }
 
 /// Whether these are the same charges, on whatever buckets.
@@ -279,8 +307,17 @@ fn is_same(some: &[Charge], others: &[Charge]) -> bool {
 pub(super) struct Part {
     /// The first.
     pub(super) place: usize,
-    /// How many the call made.
+    /// How many replies there are.
     pub(super) total: usize,
+    /// Of equal takes from one bucket, which have one reply, the one after so many.
+    pub(super) nth: Option<u32>,
+}
+
+/// What is said to one of equal takes, of which the first found `level` units.
+fn nth_take(level: i64, units: i64, nth: u32) -> (i64, bool) {
+    let made = (level.max(0) / units).min(i64::from(nth));
+    let left = level - made * units;
+    if left >= units && made == i64::from(nth) { (left - units, true) } else { (left, false) }
 }
 
 /// What an answer says to these charges. An error in the place of a reply is theirs alone.
@@ -308,10 +345,13 @@ pub(super) fn decision(charges: &[Charge], answer: &Value, part: Part) -> Result
     for (place, charge) in (part.place..).zip(charges) {
         let reply: i64 = number(place)?;
         let ahead = if is_ahead { number(part.total + place)? } else { 0 };
-        let (level, allowed) = (reply.div_euclid(2), reply.rem_euclid(2) == 1);
+        let (mut level, mut allowed) = (reply.div_euclid(2), reply.rem_euclid(2) == 1);
         let full = charge.quota().full();
         if !(-full..=full).contains(&level) {
             return Err(wrong());
+        }
+        if let Some(nth) = part.nth {
+            (level, allowed) = nth_take(level, bucket::units(charge.cost(), &charge.quota()), nth);
         }
         replies.push(Reply::new(level, allowed, u64::try_from(ahead).map_err(|_| wrong())?));
     }
