@@ -234,7 +234,29 @@ async fn raw(server: &Server) -> Asked {
     Asked::Raw(connection, sha.into())
 }
 
+/// What the server spends on a call that does nothing, where it reads one at a time: no decision is cheaper than that,
+/// divided by how many share a call.
+async fn print_floor(server: &Server, rounds: usize) {
+    let Asked::Raw(mut connection, _) = raw(server).await else { return };
+    let sha = server.query(&["SCRIPT", "LOAD", "return 1"]).text().expect("a hash").to_owned();
+    let mut spent = Vec::new();
+    for _ in 0..rounds {
+        let cpu = server.cpu();
+        for _ in 0..1_000 {
+            let mut cmd = Cmd::new();
+            let _: i64 = cmd.arg("EVALSHA").arg(&sha).arg(0).query_async(&mut connection).await.expect("an answer");
+        }
+        spent.push((server.cpu() - cpu).as_secs_f64() * 1e3);
+    }
+    let each = median(spent);
+    println!(
+        "\none call by itself that does nothing: {each:.1} us of the server, for each of 64 in it {:.2}",
+        each / 64.0
+    );
+}
+
 async fn measure(server: &Server, rounds: usize) {
+    print_floor(server, rounds).await;
     let mut both = [Vec::new(), Vec::new()];
     let mut spread = Vec::new();
     for _ in 0..4 {
