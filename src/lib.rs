@@ -150,3 +150,7 @@ pub use redis;
 #[cfg(all(doctest, feature = "axum", feature = "redis"))]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+#[cfg(all(doctest, feature = "axum"))]
+#[doc = include_str!("../docs/migrating.md")]
+struct Migrating;
