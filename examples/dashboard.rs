@@ -87,14 +87,6 @@ fn full_in(outcome: &Outcome, at: Instant) -> Duration {
     outcome.reset_after().unwrap_or_default().saturating_sub(at.elapsed())
 }
 
-/// The name of a bucket, of whose hash a part is enough to tell it from others.
-fn label(key: BucketKey) -> String {
-    match key.to_string().split_once(':') {
-        Some((kind @ ("key" | "id"), hash)) => format!("{kind}:{}…", &hash[..8]),
-        _ => key.to_string(),
-    }
-}
-
 /// What the layer around the limits and the page share.
 struct Watch {
     began: Instant,
@@ -134,7 +126,7 @@ async fn stats(State(watch): State<Arc<Watch>>) -> ([(header::HeaderName, &'stat
     buckets.sort_by(|(a, (a_asked, ..)), (b, (b_asked, ..))| (b_asked, &a.0).cmp(&(a_asked, &b.0)));
     let buckets = buckets.into_iter().map(|((limit, key), (asked, outcome, at))| {
         let (tokens, per) = outcome.quota().refill();
-        json!({ "key": label(*key), "limit": limit, "shadow": outcome.is_shadow(), "asked": asked,
+        json!({ "key": key.to_string(), "limit": limit, "shadow": outcome.is_shadow(), "asked": asked,
             "capacity": outcome.quota().capacity(), "rate": tokens as f64 / per.as_secs_f64(),
             "full_in": full_in(outcome, *at).as_secs_f64() })
     });

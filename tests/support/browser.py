@@ -352,7 +352,7 @@ def redis(example):
         stop(server)
         page.see("document.getElementById('key').value = 'beta'")
         check(page.answered(lambda: page.click("burst")).startswith("200"), "a burst without Redis is not allowed")
-        page.wait("document.getElementById('store').textContent.includes('does not answer')", "that Redis does not answer")
+        page.wait("document.getElementById('store').textContent.includes('did not answer')", "that Redis does not answer")
         check("buckets of this instance" in page.text("sources"), f"decided by {page.text('sources')}")
         page.resize(390, 844)
         start()
