@@ -70,9 +70,9 @@ impl Seen {
         // An outcome without a level is of a bucket that was not asked.
         for outcome in decision.outcomes().iter().filter(|outcome| outcome.remaining().is_some()) {
             let Some(key) = key else { continue };
-            let now = Instant::now();
-            let bucket = self.buckets.entry((outcome.limit().to_owned(), key)).or_insert((0, outcome.clone(), now));
-            *bucket = (bucket.0 + 1, outcome.clone(), now);
+            let name = (outcome.limit().to_owned(), key);
+            let asked = self.buckets.get(&name).map_or(0, |(asked, ..)| *asked);
+            self.buckets.insert(name, (asked + 1, outcome.clone(), Instant::now()));
         }
         while self.buckets.len() > BUCKETS_MAX {
             let fullest = self.buckets.iter().min_by_key(|(_, (_, outcome, at))| full_in(outcome, *at));
