@@ -11,6 +11,7 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::error::Error;
 use std::net::SocketAddr;
+use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -167,9 +168,7 @@ fn redis_health(store: &RedisStore) -> Value {
         "failures": failures })
 }
 
-#[tokio::main]
-async fn main() -> Result<(), Box<dyn Error>> {
-    tracing_subscriber::fmt().with_writer(std::io::stderr).init();
+async fn serve() -> Result<(), Box<dyn Error>> {
     let (mut listen, mut redis) = ("127.0.0.1:3000".to_owned(), None);
     let mut words = std::env::args().skip(1);
     while let Some(word) = words.next() {
@@ -190,4 +189,14 @@ async fn main() -> Result<(), Box<dyn Error>> {
     println!("listening on http://{}", listener.local_addr()?);
     axum::serve(listener, app.into_make_service_with_connect_info::<SocketAddr>()).await?;
     Ok(())
+}
+
+#[tokio::main]
+async fn main() -> ExitCode {
+    tracing_subscriber::fmt().with_writer(std::io::stderr).init();
+    if let Err(error) = serve().await {
+        eprintln!("error: {error}");
+        return ExitCode::from(2);
+    }
+    ExitCode::SUCCESS
 }
