@@ -73,6 +73,7 @@ struct Reading {
 }
 
 impl Reading {
+    #[inline]
     fn new(stored: Option<&State>, quota: &Quota, now_us: u64) -> Self {
         let full = quota.full();
         let Some(stored) = stored else {
@@ -122,6 +123,7 @@ pub(crate) fn units(cost: u64, quota: &Quota) -> i64 {
 }
 
 /// Makes one charge; a refused `Take` takes nothing. The reply, and what is to be written.
+#[inline(always)]
 fn step(stored: Option<&State>, quota: &Quota, amount: Amount, now_us: u64) -> (Reply, Option<State>) {
     let reading = Reading::new(stored, quota, now_us);
     let full = quota.full();
@@ -198,6 +200,7 @@ pub(crate) fn acquire(
 }
 
 /// Makes one charge: what [`acquire`] does with a slice of one. The reply, and what is to be written.
+#[inline(always)]
 pub(crate) fn acquire_one(charge: &Charge, stored: Option<&State>, now_us: u64) -> (Reply, Option<State>) {
     step(stored, &charge.quota(), charge.amount(), now_us)
 }

@@ -144,53 +144,59 @@ impl Rejection {
         }
     }
 
-    fn write_detail(&self, to: &mut Bytes512) {
+    /// Passes on what happened, in parts: the numbers among them are written here.
+    fn with_detail<T>(&self, pass_on: impl FnOnce(&[&str]) -> T) -> T {
+        let bound = self.decision.bound();
+        let (limit, cost) = bound.map_or(("", 0), |outcome| (outcome.limit(), outcome.cost()));
+        let (mut number, mut other) = (Text::<20>::new(), Text::<20>::new());
         match &self.reason {
             Reason::Denied => {
-                let (limit, cost) = self.decision.bound().map_or(("", 0), |outcome| (outcome.limit(), outcome.cost()));
-                let wait = self.decision.retry_after().map_or(1, seconds);
-                to.text("limit ").text(limit).text(" has too few tokens for a cost of ").number(cost);
-                to.text("; they are there in ").number(wait).text(" s");
+                let cost = number.push_number(cost).as_str();
+                let wait = other.push_number(self.decision.retry_after().map_or(1, seconds)).as_str();
+                pass_on(&[
+                    "limit ",
+                    limit,
+                    " has too few tokens for a cost of ",
+                    cost,
+                    "; they are there in ",
+                    wait,
+                    " s",
+                ])
             }
             Reason::TooDear => {
-                let (limit, cost, capacity) = self
-                    .decision
-                    .bound()
-                    .map_or(("", 0, 0), |outcome| (outcome.limit(), outcome.cost(), outcome.quota().capacity()));
-                to.text("the cost of ").number(cost).text(" is above the capacity of ").number(capacity);
-                to.text(" of limit ").text(limit).text("; no wait helps");
+                let cost = number.push_number(cost).as_str();
+                let capacity = other.push_number(bound.map_or(0, |outcome| outcome.quota().capacity())).as_str();
+                let (is_above, of_limit) = (" is above the capacity of ", " of limit ");
+                pass_on(&["the cost of ", cost, is_above, capacity, of_limit, limit, "; no wait helps"])
             }
             Reason::NoKey(NoKey::Credential(header)) => {
-                to.text("an accepted key in the header ").text(header.as_str()).text(" is required");
+                pass_on(&["an accepted key in the header ", header.as_str(), " is required"])
             }
-            Reason::NoKey(NoKey::Identity) => {
-                to.text("the request has no identity to charge");
-            }
-            Reason::NoKey(NoKey::Peer) => {
-                to.text("the server does not know the address of its peer");
-            }
-            Reason::StoreFailed { .. } => {
-                to.text("the store of the rate limit does not answer");
-            }
+            Reason::NoKey(NoKey::Identity) => pass_on(&["the request has no identity to charge"]),
+            Reason::NoKey(NoKey::Peer) => pass_on(&["the server does not know the address of its peer"]),
+            Reason::StoreFailed { .. } => pass_on(&["the store of the rate limit does not answer"]),
         }
     }
 
     /// The body of the default response, RFC 9457. Every text in it is our own or has passed a check, so nothing in it
     /// has to be escaped.
-    fn problem(&self) -> Bytes512 {
-        let mut json = Bytes512::default();
-        json.text(self.opening()).text(r#","detail":""#);
-        self.write_detail(&mut json);
-        json.text("\"");
-        if matches!(self.reason, Reason::Denied | Reason::TooDear) {
-            json.text(r#","violated-policies":["#);
-            for (i, name) in self.violated().enumerate() {
-                json.text(if i == 0 { "\"" } else { ",\"" }).text(name).text("\"");
+    fn problem(&self) -> String {
+        self.with_detail(|detail| {
+            // Collected first, so that the text is written once, in as many bytes as it has.
+            let mut json: SmallVec<[&str; 24]> = SmallVec::new();
+            json.extend_from_slice(&[self.opening(), r#","detail":""#]);
+            json.extend_from_slice(detail);
+            json.push("\"");
+            if matches!(self.reason, Reason::Denied | Reason::TooDear) {
+                json.push(r#","violated-policies":["#);
+                for (i, name) in self.violated().enumerate() {
+                    json.extend_from_slice(&[if i == 0 { "\"" } else { ",\"" }, name, "\""]);
+                }
+                json.push("]");
             }
-            json.text("]");
-        }
-        json.text("}");
-        json
+            json.push("}");
+            json.concat()
+        })
     }
 
     /// The response without a body: status, and for gRPC the trailers in the place of headers.
@@ -200,9 +206,7 @@ impl Rejection {
         if let Some(content_type) = &self.grpc {
             headers.insert(CONTENT_TYPE, content_type.clone());
             headers.insert(GRPC_STATUS, self.grpc_status());
-            let mut detail = Bytes512::default();
-            self.write_detail(&mut detail);
-            if let Ok(message) = HeaderValue::from_bytes(&detail.0) {
+            if let Ok(message) = HeaderValue::try_from(self.with_detail(|detail| detail.concat())) {
                 headers.insert(GRPC_MESSAGE, message);
             }
             return response;
@@ -223,22 +227,6 @@ impl Rejection {
             }
             _ => HeaderValue::from_static("Bearer"),
         }
-    }
-}
-
-/// A body that is made on the stack, where it mostly has room, and copied once.
-#[derive(Default)]
-struct Bytes512(SmallVec<[u8; 512]>);
-
-impl Bytes512 {
-    fn text(&mut self, text: &str) -> &mut Self {
-        self.0.extend_from_slice(text.as_bytes());
-        self
-    }
-
-    fn number(&mut self, number: u64) -> &mut Self {
-        self.0.extend_from_slice(Text::<20>::new().push_number(number).as_bytes());
-        self
     }
 }
 
@@ -294,9 +282,9 @@ impl<B: From<Bytes>> ResponseForRejection<B> for Problem {
         if rejection.is_grpc() {
             return rejection.response(B::from(Bytes::new()));
         }
-        let Bytes512(json) = rejection.problem();
+        let json = rejection.problem();
         let length = number_value(json.len() as u64);
-        let body = if rejection.is_head() { Bytes::new() } else { Bytes::copy_from_slice(&json) };
+        let body = if rejection.is_head() { Bytes::new() } else { Bytes::from(json) };
         let mut response = rejection.response(B::from(body));
         response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
         // `HEAD` has the length that `GET` would have.

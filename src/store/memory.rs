@@ -242,6 +242,10 @@ impl Store for MemoryStore {
     fn acquire(&self, charges: &[Charge]) -> Self::Future {
         ready(Ok(self.acquire_now(charges)))
     }
+
+    fn acquire_at_once(&self, charges: &[Charge]) -> Option<Decision> {
+        Some(self.acquire_now(charges))
+    }
 }
 
 /// No user code runs under a lock, so a poisoned one guards nothing that is half done.
@@ -302,14 +306,22 @@ impl Shared {
                 bucket.set(written);
                 return reply;
             }
-            if self.make_room(&mut shard, charge, name, &[], now_us) {
-                let (reply, written) = bucket::acquire_one(charge, None, now_us);
-                shard.set(name, written);
+            if let Some(reply) = self.acquire_new(&mut shard, charge, name, now_us) {
                 return reply;
             }
             drop(shard);
             name = self.overflow(charge);
         }
+    }
+
+    /// The same for a bucket that is not there; `None` where there is no room for it.
+    #[inline(never)]
+    fn acquire_new(&self, shard: &mut Shard, charge: &Charge, name: Name, now_us: u64) -> Option<Reply> {
+        self.make_room(shard, charge, name, &[], now_us).then(|| {
+            let (reply, written) = bucket::acquire_one(charge, None, now_us);
+            shard.set(name, written);
+            reply
+        })
     }
 
     /// Several charges, under the locks of all their shards. Locks are taken in order, so that no two callers wait for
