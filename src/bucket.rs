@@ -158,14 +158,14 @@ fn keep(stored: Option<&State>, reading: &Reading, quota: &Quota) -> Option<Stat
 /// Makes all charges or none, in one step, and replies to each in order.
 ///
 /// `slots` says which of `states` each charge is for; the states are changed in place. All or none runs over the
-/// enforced charges; a shadow charge is made when they all pass and it has the tokens.
+/// enforced charges; a shadow charge is made when they all pass and it has the tokens. `before` is a copy of `states`.
 pub(crate) fn acquire(
     charges: &[Charge],
     slots: &[usize],
+    before: &[Option<State>],
     states: &mut [Option<State>],
     now_us: u64,
 ) -> SmallVec<[Reply; 4]> {
-    let before: SmallVec<[Option<State>; 4]> = SmallVec::from_slice(states);
     let mut replies: SmallVec<[Reply; 4]> = SmallVec::from_elem(Reply::new(0, true, 0), charges.len());
     let mut all = true;
     for shadow in [false, true] {
@@ -181,7 +181,7 @@ pub(crate) fn acquire(
         }
     }
     if !all {
-        states.copy_from_slice(&before);
+        states.copy_from_slice(before);
         for (i, charge) in charges.iter().enumerate() {
             let (state, quota) = (&mut states[slots[i]], charge.quota());
             let reading = Reading::new(before[slots[i]].as_ref(), &quota, now_us);

@@ -100,43 +100,38 @@ pub(crate) fn write_fields(headers: &mut HeaderMap, decision: &Decision, style: 
 }
 
 fn write_draft_11(headers: &mut HeaderMap, decision: &Decision) {
-    let enforced = || decision.outcomes().iter().filter(|outcome| !outcome.is_shadow());
+    let mut enforced = decision.outcomes().iter().filter(|outcome| !outcome.is_shadow());
+    let Some(first) = enforced.next() else { return };
+    let (policies, levels) = match enforced.next() {
+        None => (Some(first.policy()), level(first).map(|item| value(&item))),
+        Some(second) => {
+            let (mut policies, mut levels) = (List::new(), List::new());
+            for outcome in [first, second].into_iter().chain(enforced) {
+                join(&mut policies, outcome.policy().as_bytes());
+                if let Some(item) = level(outcome) {
+                    join(&mut levels, item.as_bytes());
+                }
+            }
+            let line = |list: &List| HeaderValue::from_bytes(list).ok().filter(|line| !line.is_empty());
+            (line(&policies), line(&levels))
+        }
+    };
     // Few responses have the fields already, so they are not looked for first.
-    if let Some(policies) = list(enforced().map(Outcome::policy), HeaderValue::as_bytes, |policy| policy)
-        && headers.append(RATELIMIT_POLICY, policies)
-    {
+    if policies.is_some_and(|line| headers.append(RATELIMIT_POLICY, line)) {
         join_lines(headers, RATELIMIT_POLICY);
     }
-    if let Some(levels) = list(enforced().filter_map(level), Item::as_bytes, |item| value(&item))
-        && headers.append(RATELIMIT, levels)
-    {
+    if levels.is_some_and(|line| headers.append(RATELIMIT, line)) {
         join_lines(headers, RATELIMIT);
     }
 }
 
 /// The item of `RateLimit`.
-#[inline]
+#[inline(always)]
 fn level(outcome: &Outcome) -> Option<Item> {
     let r = outcome.remaining()?;
     let mut item = Item::new();
     item.push("\"").push(outcome.limit()).push("\";r=").push_number(r).push(";t=").push_number(time(outcome, r));
     Some(item)
-}
-
-/// The line of a list: of one item, as mostly, it is that item.
-#[inline]
-fn list<T>(
-    mut items: impl Iterator<Item = T>,
-    bytes: impl Fn(&T) -> &[u8],
-    line: impl Fn(T) -> HeaderValue,
-) -> Option<HeaderValue> {
-    let first = items.next()?;
-    let Some(second) = items.next() else { return Some(line(first)) };
-    let mut list = List::from_slice(bytes(&first));
-    for item in [second].into_iter().chain(items) {
-        join(&mut list, bytes(&item));
-    }
-    HeaderValue::from_bytes(&list).ok()
 }
 
 /// Makes one line of those that are there.

@@ -126,75 +126,75 @@ impl Rejection {
         })
     }
 
-    /// The problem as far as it is the same for all requests: type, title and status.
-    fn opening(&self) -> &'static str {
+    /// The problem as far as it is the same for all requests: type, title, status, and the name of what comes next.
+    fn opening(&self) -> &'static [u8] {
         match &self.reason {
             Reason::Denied | Reason::TooDear => concat!(
                 r#"{"type":"https://iana.org/assignments/http-problem-types#quota-exceeded","#,
-                r#""title":"Request cannot be satisfied as assigned quota has been exceeded","status":429"#
-            ),
-            Reason::NoKey(NoKey::Peer) => r#"{"type":"about:blank","title":"Service Unavailable","status":503"#,
+                r#""title":"Request cannot be satisfied as assigned quota has been exceeded","status":429,"detail":""#
+            )
+            .as_bytes(),
+            Reason::NoKey(NoKey::Peer) => {
+                br#"{"type":"about:blank","title":"Service Unavailable","status":503,"detail":""#
+            }
             Reason::NoKey(NoKey::Credential(_) | NoKey::Identity) => {
-                r#"{"type":"about:blank","title":"Unauthorized","status":401"#
+                br#"{"type":"about:blank","title":"Unauthorized","status":401,"detail":""#
             }
             Reason::StoreFailed { .. } => concat!(
                 r#"{"type":"https://iana.org/assignments/http-problem-types#temporary-reduced-capacity","#,
-                r#""title":"Request cannot be satisfied due to temporary server capacity constraints","status":503"#
-            ),
+                r#""title":"Request cannot be satisfied due to temporary server capacity constraints","#,
+                r#""status":503,"detail":""#
+            )
+            .as_bytes(),
         }
     }
 
     /// Passes on what happened, in parts: the numbers among them are written here.
-    fn with_detail<T>(&self, pass_on: impl FnOnce(&[&str]) -> T) -> T {
+    fn with_detail<T>(&self, pass_on: impl FnOnce(&[&[u8]]) -> T) -> T {
         let bound = self.decision.bound();
         let (limit, cost) = bound.map_or(("", 0), |outcome| (outcome.limit(), outcome.cost()));
-        let (mut number, mut other) = (Text::<20>::new(), Text::<20>::new());
+        let (limit, cost) = (limit.as_bytes(), *Text::<20>::new().push_number(cost));
         match &self.reason {
             Reason::Denied => {
-                let cost = number.push_number(cost).as_str();
-                let wait = other.push_number(self.decision.retry_after().map_or(1, seconds)).as_str();
-                pass_on(&[
-                    "limit ",
-                    limit,
-                    " has too few tokens for a cost of ",
-                    cost,
-                    "; they are there in ",
-                    wait,
-                    " s",
-                ])
+                let wait = *Text::<20>::new().push_number(self.decision.retry_after().map_or(1, seconds));
+                let (has, cost) = (b" has too few tokens for a cost of ", cost.as_bytes());
+                pass_on(&[b"limit ", limit, has, cost, b"; they are there in ", wait.as_bytes(), b" s"])
             }
             Reason::TooDear => {
-                let cost = number.push_number(cost).as_str();
-                let capacity = other.push_number(bound.map_or(0, |outcome| outcome.quota().capacity())).as_str();
-                let (is_above, of_limit) = (" is above the capacity of ", " of limit ");
-                pass_on(&["the cost of ", cost, is_above, capacity, of_limit, limit, "; no wait helps"])
+                let capacity = bound.map_or(0, |outcome| outcome.quota().capacity());
+                let capacity = *Text::<20>::new().push_number(capacity);
+                let (cost, is_above) = (cost.as_bytes(), b" is above the capacity of ");
+                let end = b"; no wait helps";
+                pass_on(&[b"the cost of ", cost, is_above, capacity.as_bytes(), b" of limit ", limit, end])
             }
             Reason::NoKey(NoKey::Credential(header)) => {
-                pass_on(&["an accepted key in the header ", header.as_str(), " is required"])
+                pass_on(&[b"an accepted key in the header ", header.as_str().as_bytes(), b" is required"])
             }
-            Reason::NoKey(NoKey::Identity) => pass_on(&["the request has no identity to charge"]),
-            Reason::NoKey(NoKey::Peer) => pass_on(&["the server does not know the address of its peer"]),
-            Reason::StoreFailed { .. } => pass_on(&["the store of the rate limit does not answer"]),
+            Reason::NoKey(NoKey::Identity) => pass_on(&[b"the request has no identity to charge"]),
+            Reason::NoKey(NoKey::Peer) => pass_on(&[b"the server does not know the address of its peer"]),
+            Reason::StoreFailed { .. } => pass_on(&[b"the store of the rate limit does not answer"]),
         }
     }
 
     /// The body of the default response, RFC 9457. Every text in it is our own or has passed a check, so nothing in it
     /// has to be escaped.
-    fn problem(&self) -> String {
+    fn problem(&self) -> Vec<u8> {
         self.with_detail(|detail| {
             // Collected first, so that the text is written once, in as many bytes as it has.
-            let mut json: SmallVec<[&str; 24]> = SmallVec::new();
-            json.extend_from_slice(&[self.opening(), r#","detail":""#]);
+            let mut json: SmallVec<[&[u8]; 24]> = SmallVec::new();
+            json.push(self.opening());
             json.extend_from_slice(detail);
-            json.push("\"");
+            let mut end: &[u8] = b"\"}";
             if matches!(self.reason, Reason::Denied | Reason::TooDear) {
-                json.push(r#","violated-policies":["#);
+                json.push(br#"","violated-policies":["#);
+                end = b"]}";
                 for (i, name) in self.violated().enumerate() {
-                    json.extend_from_slice(&[if i == 0 { "\"" } else { ",\"" }, name, "\""]);
+                    json.push(if i == 0 { b"\"" } else { b"\",\"" });
+                    json.push(name.as_bytes());
+                    end = b"\"]}";
                 }
-                json.push("]");
             }
-            json.push("}");
+            json.push(end);
             json.concat()
         })
     }
@@ -206,7 +206,8 @@ impl Rejection {
         if let Some(content_type) = &self.grpc {
             headers.insert(CONTENT_TYPE, content_type.clone());
             headers.insert(GRPC_STATUS, self.grpc_status());
-            if let Ok(message) = HeaderValue::try_from(self.with_detail(|detail| detail.concat())) {
+            if let Ok(message) = HeaderValue::from_maybe_shared(Bytes::from(self.with_detail(|detail| detail.concat())))
+            {
                 headers.insert(GRPC_MESSAGE, message);
             }
             return response;
@@ -324,7 +325,12 @@ fn add_missing(headers: &mut HeaderMap, rejection: &Rejection) {
             headers.entry(GRPC_PUSHBACK).or_insert(value);
         }
     } else if let Some(wait) = wait {
-        headers.entry(RETRY_AFTER).or_insert_with(|| number_value(seconds(wait)));
+        // Looked for first: an entry costs more than the second look.
+        if !headers.contains_key(RETRY_AFTER) {
+            headers.insert(RETRY_AFTER, number_value(seconds(wait)));
+        }
     }
-    headers.entry(CACHE_CONTROL).or_insert(HeaderValue::from_static("no-store"));
+    if !headers.contains_key(CACHE_CONTROL) {
+        headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    }
 }
