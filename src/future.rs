@@ -37,7 +37,7 @@ pin_project! {
         parts: Option<Parts>,
         body: Option<ReqBody>,
         charges: Charges,
-        // Where it is there: it goes into the response.
+        // From the verdict on: it goes into the response.
         decision: Option<Decision>,
         #[pin]
         state: State<S::Future, St::Future>,

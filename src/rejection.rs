@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 use std::time::Duration;
 
 use crate::decision::Decision;
-use crate::headers::{HeaderStyle, number_value, seconds, write_fields};
+use crate::headers::{HeaderStyle, insert_missing, number_value, seconds, write_fields};
 use crate::key::NoKey;
 use crate::text::Text;
 
@@ -322,15 +322,10 @@ fn add_missing(headers: &mut HeaderMap, rejection: &Rejection) {
             (None, _) => None,
         };
         if let Some(value) = pushback.and_then(|text| HeaderValue::from_bytes(text.as_bytes()).ok()) {
-            headers.entry(GRPC_PUSHBACK).or_insert(value);
+            insert_missing(headers, GRPC_PUSHBACK, || value);
         }
     } else if let Some(wait) = wait {
-        // Looked for first: an entry costs more than the second look.
-        if !headers.contains_key(RETRY_AFTER) {
-            headers.insert(RETRY_AFTER, number_value(seconds(wait)));
-        }
+        insert_missing(headers, RETRY_AFTER, || number_value(seconds(wait)));
     }
-    if !headers.contains_key(CACHE_CONTROL) {
-        headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
-    }
+    insert_missing(headers, CACHE_CONTROL, || HeaderValue::from_static("no-store"));
 }

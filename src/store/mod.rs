@@ -81,7 +81,7 @@ pub trait Store: Clone + Send + Sync + 'static {
     /// The answer of a store that always has it at once, and so without a future: the layer asks for this first. `None`,
     /// as by default, leaves the question to [`acquire_within`](Self::acquire_within); nothing has been charged then.
     ///
-    /// A store around another one may pass it on where it passes on `acquire`.
+    /// It is the same step as `acquire`. A store around another one may leave it out, or pass it on as it does `acquire`.
     fn acquire_at_once(&self, charges: &[Charge]) -> Option<Decision> {
         let _ = charges;
         None
