@@ -3,8 +3,9 @@
 //! Run with `cargo bench --bench request`; `ROUNDS=301` for quieter times. A service around an empty handler that sets one
 //! header, as handlers do; one hot key. Every figure is a difference to the same service without the layer.
 //!
-//! Instructions are counted by valgrind, which runs this program with N and with 2 N requests: the difference has no
-//! start-up in it and does not depend on the machine's mood. Without valgrind that column is empty.
+//! Instructions and allocations are counted by valgrind, which runs this program with N and with 2 N requests: the
+//! difference has no start-up in it and does not depend on the machine's mood. Allocations are the calls of the allocator
+//! that it sees, since an allocator that counts would add its own instructions. Without valgrind both columns are empty.
 
 #![allow(clippy::disallowed_types, reason = "a bench measures real time")]
 
@@ -240,26 +241,62 @@ const CASES: [Case; 22] = {
 /// Names the case that valgrind runs, and how many requests.
 const CASE: &str = "REQUEST_CASE";
 
+/// What valgrind counts.
+#[derive(Clone, Copy)]
+struct Counts {
+    instructions: f64,
+    allocations: f64,
+}
+
+impl Counts {
+    /// Reads what callgrind has written. A function is named once, with a number that stands for it afterwards; calls
+    /// follow the one that is called.
+    fn read(written: &str) -> Option<Self> {
+        let instructions = written.lines().find_map(|line| line.strip_prefix("totals: "))?.trim().parse().ok()?;
+        let (mut allocators, mut called, mut allocations) = (Vec::new(), "", 0.0);
+        for line in written.lines() {
+            let callee = line.strip_prefix("cfn=");
+            if let Some(function) = callee.or_else(|| line.strip_prefix("fn=")) {
+                let (number, name) = function.split_once(' ').unwrap_or((function, ""));
+                if ["malloc", "calloc", "realloc", "posix_memalign"].contains(&name) {
+                    allocators.push(number);
+                }
+                called = callee.map_or(called, |_| number);
+            } else if let Some(calls) = line.strip_prefix("calls=")
+                && allocators.contains(&called)
+            {
+                allocations += calls.split(' ').next()?.parse::<f64>().ok()?;
+            }
+        }
+        Some(Self { instructions, allocations })
+    }
+}
+
 /// What valgrind counts for one request of the case; `None` where it does not run.
-fn instructions(case: &Case) -> Option<f64> {
-    let count = |requests: usize| -> Option<f64> {
+fn counts(case: &Case) -> Option<Counts> {
+    let written = std::env::temp_dir().join(format!("request-{}", std::process::id()));
+    let count = |requests: usize| {
         let output = Command::new("valgrind")
-            .args(["--tool=callgrind", "--callgrind-out-file=/dev/null"])
+            .args(["--tool=callgrind", &format!("--callgrind-out-file={}", written.display())])
             .arg(std::env::current_exe().ok()?)
             .env(CASE, format!("{requests} {}", case.name))
             .output()
             .ok()?;
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        let line = said.lines().filter(|_| output.status.success()).find_map(|line| line.split_once("Collected :"))?;
-        line.1.trim().parse().ok()
+        let counts = std::fs::read_to_string(&written).ok()?;
+        let _ = std::fs::remove_file(&written);
+        Counts::read(&counts).filter(|_| output.status.success())
     };
-    Some((count(2 * REQUESTS)? - count(REQUESTS)?) / REQUESTS as f64)
+    let (once, twice) = (count(REQUESTS)?, count(2 * REQUESTS)?);
+    let each = |once: f64, twice: f64| (twice - once) / REQUESTS as f64;
+    Some(Counts {
+        instructions: each(once.instructions, twice.instructions),
+        allocations: each(once.allocations, twice.allocations),
+    })
 }
 
 /// What is known of one request of a case.
 struct Measured {
-    instructions: Option<f64>,
-    allocations: f64,
+    counts: Option<Counts>,
     /// Nanoseconds, a figure for each round.
     times: Vec<f64>,
 }
@@ -271,8 +308,7 @@ fn measure(rounds: usize) -> Vec<Measured> {
         .zip(&mut runs)
         .map(|(case, run)| {
             run(REQUESTS);
-            let allocations = allocation_counter::measure(|| run(100)).count_total as f64 / 100.0;
-            Measured { instructions: instructions(case), allocations, times: Vec::new() }
+            Measured { counts: counts(case), times: Vec::new() }
         })
         .collect();
     for _ in 0..rounds {
@@ -307,14 +343,16 @@ fn main() {
     let measured = measure(rounds);
     let find = |name: &str| &measured[CASES.iter().position(|case| case.name == name).expect("a case of this name")];
 
-    if measured[0].instructions.is_none() {
-        println!("no instructions: valgrind is not installed, or cannot run this program\n");
+    if measured[0].counts.is_none() {
+        println!("no counts: valgrind is not installed, or cannot run this program\n");
     }
     println!("added to a request, {rounds} rounds, medians of ns; (x target)\n");
     println!("| | instructions | allocations | ns |\n|---|---|---|---|");
     for (case, own) in CASES.iter().zip(&measured) {
-        let count = own.instructions.map(|own| added(case, own, |name| find(name).instructions.unwrap_or(0.0)));
-        let allocations = added(case, own.allocations, |name| find(name).allocations);
+        let count = |of: fn(&Counts) -> f64| {
+            let own = own.counts.as_ref().map(of)?;
+            Some(added(case, own, |name| find(name).counts.as_ref().map_or(0.0, of)))
+        };
         let times = (0..rounds).map(|i| added(case, own.times[i], |name| find(name).times[i]));
         let against = |figure: f64, target: Option<f64>| match target {
             Some(0.0) => format!("{figure:.0} (target 0)"),
@@ -324,8 +362,10 @@ fn main() {
         println!(
             "| {} | {} | {} | {:.0} |",
             case.name,
-            count.map_or(String::new(), |count| against(count, case.targets.map(|target| target.0))),
-            against(allocations, case.targets.map(|target| target.1)),
+            count(|counts| counts.instructions)
+                .map_or(String::new(), |count| against(count, case.targets.map(|target| target.0))),
+            count(|counts| counts.allocations)
+                .map_or(String::new(), |count| against(count, case.targets.map(|target| target.1))),
             median(times.collect()),
         );
     }

@@ -14,9 +14,6 @@ type Accepts = dyn Fn(&str) -> bool + Send + Sync;
 /// A credential longer than this counts as none, in bytes.
 const CREDENTIAL_MAX: usize = 512;
 
-/// What may stand around a credential: HTTP/2 brings it as it was sent, and those who check tokens skip it.
-const BLANKS: [char; 2] = [' ', '\t'];
-
 /// Keys buckets by an API key in a request header.
 ///
 /// A header that is missing, empty, doubled, longer than 512 bytes or not text counts as no key: the next extractor of
@@ -97,32 +94,37 @@ impl ApiKey {
         Ok(Self { header: header_name(header)?, accepts: None })
     }
 
-    fn credential<'a>(&self, parts: &'a Parts) -> Option<&'a str> {
+    fn credential<'a>(&self, parts: &'a Parts) -> Option<&'a [u8]> {
         let mut lines = parts.headers.get_all(&self.header).iter();
         let (line, None) = (lines.next()?, lines.next()) else { return None };
-        // `is_credential` says the rest.
-        let text = std::str::from_utf8(line.as_bytes()).ok()?;
+        // Blanks stand around a credential: HTTP/2 brings it as it was sent, and those who check tokens skip them. A header
+        // has no other white space.
+        let text = line.as_bytes().trim_ascii();
         let key = if self.header == AUTHORIZATION {
-            let (scheme, key) = text.trim_matches(BLANKS).split_once(BLANKS)?;
-            scheme.eq_ignore_ascii_case("bearer").then_some(key)?.trim_start_matches(BLANKS)
+            let (scheme, key) = text.split_at(text.iter().position(|byte| matches!(byte, b' ' | b'\t'))?);
+            scheme.eq_ignore_ascii_case(b"bearer").then_some(key)?.trim_ascii_start()
         } else {
-            text.trim_matches(BLANKS)
+            text
         };
         Self::is_credential(key).then_some(key)
     }
 
     /// Whether a client could send this text as a key at all.
-    pub(crate) fn is_credential(key: &str) -> bool {
+    pub(crate) fn is_credential(key: &[u8]) -> bool {
         // Without a way out, so that many bytes are looked at together.
-        let visible = key.bytes().fold(true, |visible, byte| visible & matches!(byte, b' '..=b'~'));
-        visible && (1..=CREDENTIAL_MAX).contains(&key.len()) && !key.starts_with(' ') && !key.ends_with(' ')
+        let visible = key.iter().fold(true, |visible, byte| visible & matches!(byte, b' '..=b'~'));
+        visible && (1..=CREDENTIAL_MAX).contains(&key.len()) && !key.starts_with(b" ") && !key.ends_with(b" ")
+    }
+
+    fn accepts(&self, key: &[u8]) -> bool {
+        self.accepts.as_ref().is_none_or(|accepts| std::str::from_utf8(key).is_ok_and(|key| accepts(key)))
     }
 }
 
 impl KeyExtractor for ApiKey {
     fn extract(&self, parts: &Parts) -> Result<BucketKey, NoKey> {
         self.credential(parts)
-            .filter(|key| self.accepts.as_ref().is_none_or(|accepts| accepts(key)))
+            .filter(|key| self.accepts(key))
             .map(BucketKey::credential)
             .ok_or_else(|| NoKey::Credential(self.header.clone()))
     }

@@ -73,6 +73,7 @@ struct Reading {
 }
 
 impl Reading {
+    #[inline]
     fn new(stored: Option<&State>, quota: &Quota, now_us: u64) -> Self {
         let full = quota.full();
         let Some(stored) = stored else {
@@ -122,6 +123,7 @@ pub(crate) fn units(cost: u64, quota: &Quota) -> i64 {
 }
 
 /// Makes one charge; a refused `Take` takes nothing. The reply, and what is to be written.
+#[inline(always)]
 fn step(stored: Option<&State>, quota: &Quota, amount: Amount, now_us: u64) -> (Reply, Option<State>) {
     let reading = Reading::new(stored, quota, now_us);
     let full = quota.full();
@@ -156,14 +158,14 @@ fn keep(stored: Option<&State>, reading: &Reading, quota: &Quota) -> Option<Stat
 /// Makes all charges or none, in one step, and replies to each in order.
 ///
 /// `slots` says which of `states` each charge is for; the states are changed in place. All or none runs over the
-/// enforced charges; a shadow charge is made when they all pass and it has the tokens.
+/// enforced charges; a shadow charge is made when they all pass and it has the tokens. `before` is a copy of `states`.
 pub(crate) fn acquire(
     charges: &[Charge],
     slots: &[usize],
+    before: &[Option<State>],
     states: &mut [Option<State>],
     now_us: u64,
 ) -> SmallVec<[Reply; 4]> {
-    let before: SmallVec<[Option<State>; 4]> = SmallVec::from_slice(states);
     let mut replies: SmallVec<[Reply; 4]> = SmallVec::from_elem(Reply::new(0, true, 0), charges.len());
     let mut all = true;
     for shadow in [false, true] {
@@ -179,7 +181,7 @@ pub(crate) fn acquire(
         }
     }
     if !all {
-        states.copy_from_slice(&before);
+        states.copy_from_slice(before);
         for (i, charge) in charges.iter().enumerate() {
             let (state, quota) = (&mut states[slots[i]], charge.quota());
             let reading = Reading::new(before[slots[i]].as_ref(), &quota, now_us);
@@ -198,6 +200,7 @@ pub(crate) fn acquire(
 }
 
 /// Makes one charge: what [`acquire`] does with a slice of one. The reply, and what is to be written.
+#[inline(always)]
 pub(crate) fn acquire_one(charge: &Charge, stored: Option<&State>, now_us: u64) -> (Reply, Option<State>) {
     step(stored, &charge.quota(), charge.amount(), now_us)
 }

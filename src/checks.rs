@@ -74,6 +74,11 @@ impl<St> Checks<St> {
 }
 
 impl<St: Store> Checks<St> {
+    /// Asks a store that has its answer at once.
+    pub(crate) fn acquire_at_once(&self, charges: &[Charge]) -> Option<Decision> {
+        self.store.acquire_at_once(charges)
+    }
+
     /// Asks the store.
     pub(crate) fn acquire(&self, charges: &[Charge]) -> St::Future {
         self.store.acquire_within(charges, self.deadline)

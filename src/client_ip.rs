@@ -275,7 +275,7 @@ fn peer(parts: &Parts) -> Option<IpAddr> {
 impl KeyExtractor for ClientIp {
     fn extract(&self, parts: &Parts) -> Result<BucketKey, NoKey> {
         let address = self.address(parts).ok_or(NoKey::Peer)?;
-        Ok(BucketKey::ip_prefix(address, self.ipv6_prefix))
+        Ok(BucketKey::canonical_prefix(address, self.ipv6_prefix))
     }
 }
 

@@ -388,7 +388,7 @@ impl LimitConfig {
             return Err(setting("api_keys", "there is none: at least one accepted key is needed"));
         }
         for (i, key) in keys.iter().enumerate() {
-            if !ApiKey::is_credential(key) {
+            if !ApiKey::is_credential(key.as_bytes()) {
                 let reason = "not a key that a client can send: allowed are 1 to 512 visible characters of ASCII";
                 return Err(setting(&format!("api_keys[{i}]"), reason));
             }

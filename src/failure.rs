@@ -71,11 +71,16 @@ impl Failures {
     }
 
     /// A check was answered.
+    #[inline]
     pub(crate) fn answered(&self) {
         // Read first: the line stays shared between the cores that serve requests.
-        if !self.failing.load(Ordering::Relaxed) {
-            return;
+        if self.failing.load(Ordering::Relaxed) {
+            self.answered_again();
         }
+    }
+
+    #[cold]
+    fn answered_again(&self) {
         let mut outage = self.outage.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(Outage { failures, last }) = &*outage
             && last.elapsed() >= QUIET

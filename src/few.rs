@@ -13,6 +13,7 @@ pub(crate) enum Few<T> {
 }
 
 impl<T> Few<T> {
+    #[inline]
     pub(crate) fn push(&mut self, element: T) {
         match self {
             Self::Several(all) => all.push(element),

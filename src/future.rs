@@ -15,7 +15,7 @@ use tower_service::Service;
 use crate::charge::Charges;
 use crate::decision::Decision;
 use crate::headers::write_fields;
-use crate::rejection::{Rejection, ResponseForRejection, Verdict, respond};
+use crate::rejection::{Reason, Rejection, ResponseForRejection, Verdict, respond};
 use crate::settings::Shared;
 use crate::settle::Settle;
 use crate::store::Store;
@@ -31,11 +31,13 @@ pin_project! {
         St: Store,
     {
         shared: Arc<Shared<St, R>>,
-        // The ready service and its request: one option, so that a refusal frees both at once. Beside the state, so that
-        // they are moved once.
-        call: Option<(S, Parts, ReqBody)>,
+        // The ready service and its request, until it is called or a refusal frees them. Beside the state and in parts, so
+        // that they are moved into their place at once.
+        inner: Option<S>,
+        parts: Option<Parts>,
+        body: Option<ReqBody>,
         charges: Charges,
-        // While the inner service is called: it goes into the response.
+        // From the verdict on: it goes into the response.
         decision: Option<Decision>,
         #[pin]
         state: State<S::Future, St::Future>,
@@ -56,7 +58,7 @@ pin_project! {
         },
         // No store need be asked.
         Decided {
-            verdict: Option<Verdict>,
+            refused: Option<Reason>,
         },
         Calling {
             #[pin]
@@ -71,13 +73,17 @@ where
     S: Service<Request<ReqBody>>,
     St: Store,
 {
-    pub(crate) fn asking(shared: Arc<Shared<St, R>>, call: (S, Parts, ReqBody), charges: Charges) -> Self {
-        Self { shared, call: Some(call), charges, decision: None, state: State::Asking }
+    #[inline]
+    pub(crate) fn asking(shared: Arc<Shared<St, R>>, inner: S, parts: Parts, body: ReqBody, charges: Charges) -> Self {
+        let (inner, parts, body) = (Some(inner), Some(parts), Some(body));
+        Self { shared, inner, parts, body, charges, decision: None, state: State::Asking }
     }
 
-    pub(crate) fn decided(shared: Arc<Shared<St, R>>, call: (S, Parts, ReqBody), verdict: Verdict) -> Self {
-        let state = State::Decided { verdict: Some(verdict) };
-        Self { shared, call: Some(call), charges: Charges::None, decision: None, state }
+    pub(crate) fn decided(shared: Arc<Shared<St, R>>, inner: S, parts: Parts, body: ReqBody, verdict: Verdict) -> Self {
+        let (inner, parts, body) = (Some(inner), Some(parts), Some(body));
+        let Verdict { decision, refused } = verdict;
+        let state = State::Decided { refused };
+        Self { shared, inner, parts, body, charges: Charges::None, decision: Some(decision), state }
     }
 }
 
@@ -92,68 +98,82 @@ where
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let mut this = self.project();
         let settings = &this.shared.settings;
-        loop {
+        if !matches!(*this.state, State::Calling { .. }) {
             // … => Calling | Done
-            let verdict = match this.state.as_mut().project() {
-                // Asking => Acquiring
-                StateProject::Asking => {
-                    let acquire = settings.checks.acquire(this.charges);
-                    this.state.set(State::Acquiring { acquire, deadline: None });
-                    continue;
-                }
-                StateProject::Acquiring { acquire, deadline } => match acquire.poll(cx) {
-                    Poll::Ready(Ok(decision)) => {
-                        settings.checks.failures.answered();
-                        Verdict::of(decision)
-                    }
-                    Poll::Ready(Err(error)) => settings.checks.fail(this.charges, &error),
-                    Poll::Pending => {
-                        let sleep = || Box::pin(tokio::time::sleep(settings.checks.deadline));
-                        ready!(deadline.get_or_insert_with(sleep).as_mut().poll(cx));
-                        settings.checks.late(this.charges)
-                    }
-                },
-                StateProject::Decided { verdict } => verdict.take().expect("polled after completion"),
-                // Calling => Done
-                StateProject::Calling { response } => {
-                    let result = ready!(response.poll(cx));
-                    let decision = this.decision.take();
-                    this.state.set(State::Done);
-                    return Poll::Ready(result.map(|mut response| {
-                        if let Some(decision) = decision {
-                            write_fields(response.headers_mut(), &decision, settings.headers);
-                            // A layer further in may have refused: that decision is the one to see.
-                            if response.extensions().get::<Decision>().is_none_or(Decision::is_allowed) {
-                                response.extensions_mut().insert(decision);
-                            }
+            let reason = loop {
+                match this.state.as_mut().project() {
+                    // Asking => Acquiring, but for a store that answers at once.
+                    StateProject::Asking => {
+                        *this.decision = settings.checks.acquire_at_once(this.charges);
+                        if let Some(decision) = &*this.decision {
+                            settings.checks.failures.answered();
+                            break (!decision.is_allowed()).then_some(Reason::Denied);
                         }
-                        response
-                    }));
+                        let acquire = settings.checks.acquire(this.charges);
+                        this.state.set(State::Acquiring { acquire, deadline: None });
+                    }
+                    StateProject::Acquiring { acquire, deadline } => {
+                        let Verdict { decision, refused } = match acquire.poll(cx) {
+                            Poll::Ready(Ok(decision)) => {
+                                settings.checks.failures.answered();
+                                Verdict::of(decision)
+                            }
+                            Poll::Ready(Err(error)) => settings.checks.fail(this.charges, &error),
+                            Poll::Pending => {
+                                let sleep = || Box::pin(tokio::time::sleep(settings.checks.deadline));
+                                ready!(deadline.get_or_insert_with(sleep).as_mut().poll(cx));
+                                settings.checks.late(this.charges)
+                            }
+                        };
+                        *this.decision = Some(decision);
+                        break refused;
+                    }
+                    StateProject::Decided { refused } => break refused.take(),
+                    StateProject::Calling { .. } | StateProject::Done => panic!("polled after completion"),
                 }
-                StateProject::Done => panic!("polled after completion"),
             };
-            let (mut inner, mut parts, body) = this.call.take().expect("polled after completion");
-            let Verdict { decision, refused } = verdict;
+            let (Some(decision), Some(parts)) = (&*this.decision, &mut *this.parts) else {
+                panic!("polled after completion")
+            };
             if let Some(hook) = &settings.on_decision {
-                hook(&decision);
+                hook(decision);
             }
-            if let Some(reason) = refused {
-                let rejection = Rejection::new(reason, decision, &parts);
+            if let Some(reason) = reason {
+                let Some(decision) = this.decision.take() else { panic!("polled after completion") };
+                let rejection = Rejection::new(reason, decision, parts);
                 // What they hold is free before the response is made.
-                drop((inner, parts, body));
+                *this.inner = None;
+                *this.parts = None;
+                *this.body = None;
                 this.state.set(State::Done);
                 return Poll::Ready(Ok(respond(&this.shared.rejection, rejection, settings.headers)));
             }
             if settings.settle {
-                Settle::insert(&mut parts.extensions, settings, this.charges, &decision);
+                Settle::insert(&mut parts.extensions, settings, this.charges, decision);
             }
             // Those that the verdict is about are no longer needed.
             *this.charges = Charges::None;
             parts.extensions.insert(decision.clone());
-            *this.decision = Some(decision);
-            let response = inner.call(Request::from_parts(parts, body));
-            this.state.set(State::Calling { response });
+            let Some(mut inner) = this.inner.take() else { unreachable!("taken with the rest of the request") };
+            let Some(body) = this.body.take() else { unreachable!("taken with the rest of the request") };
+            let Some(parts) = this.parts.take() else { unreachable!("borrowed above") };
+            this.state.set(State::Calling { response: inner.call(Request::from_parts(parts, body)) });
         }
+        // Calling => Done
+        let StateProject::Calling { response } = this.state.as_mut().project() else { unreachable!() };
+        // Not taken apart, so that it is moved once.
+        let mut output = response.poll(cx);
+        if let Poll::Ready(result) = &mut output {
+            this.state.set(State::Done);
+            if let (Ok(response), Some(decision)) = (result, this.decision.take()) {
+                write_fields(response.headers_mut(), &decision, settings.headers);
+                // A layer further in may have refused: that decision is the one to see.
+                if response.extensions().get::<Decision>().is_none_or(Decision::is_allowed) {
+                    response.extensions_mut().insert(decision);
+                }
+            }
+        }
+        output
     }
 }
 

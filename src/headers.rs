@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use http::header::{Entry, HeaderName, RETRY_AFTER};
+use http::header::{HeaderName, RETRY_AFTER};
 use http::{HeaderMap, HeaderValue};
 use smallvec::SmallVec;
 
@@ -89,6 +89,7 @@ fn time(outcome: &Outcome, remaining: u64) -> u64 {
 }
 
 /// Sets the fields of `style`. Those that an inner layer has set are kept; the lists are appended to.
+#[inline]
 pub(crate) fn write_fields(headers: &mut HeaderMap, decision: &Decision, style: HeaderStyle) {
     match style {
         HeaderStyle::Draft11 => write_draft_11(headers, decision),
@@ -99,17 +100,62 @@ pub(crate) fn write_fields(headers: &mut HeaderMap, decision: &Decision, style: 
 }
 
 fn write_draft_11(headers: &mut HeaderMap, decision: &Decision) {
-    let enforced = || decision.outcomes().iter().filter(|outcome| !outcome.is_shadow());
-    append(headers, RATELIMIT_POLICY, enforced().map(Outcome::policy));
-    append(
-        headers,
-        RATELIMIT,
-        enforced().filter_map(|outcome| {
-            let r = outcome.remaining()?;
-            let mut item = item(outcome.limit());
-            Some(*item.push(";r=").push_number(r).push(";t=").push_number(time(outcome, r)))
-        }),
-    );
+    let mut enforced = decision.outcomes().iter().filter(|outcome| !outcome.is_shadow());
+    let Some(first) = enforced.next() else { return };
+    let (policies, levels) = match enforced.next() {
+        None => (Some(first.policy()), level(first).map(|item| value(&item))),
+        Some(second) => {
+            let (mut policies, mut levels) = (List::new(), List::new());
+            for outcome in [first, second].into_iter().chain(enforced) {
+                join(&mut policies, outcome.policy().as_bytes());
+                if let Some(item) = level(outcome) {
+                    join(&mut levels, item.as_bytes());
+                }
+            }
+            let line = |list: &List| HeaderValue::from_bytes(list).ok().filter(|line| !line.is_empty());
+            (line(&policies), line(&levels))
+        }
+    };
+    // Few responses have the fields already, so they are not looked for first.
+    if policies.is_some_and(|line| headers.append(RATELIMIT_POLICY, line)) {
+        join_lines(headers, RATELIMIT_POLICY);
+    }
+    if levels.is_some_and(|line| headers.append(RATELIMIT, line)) {
+        join_lines(headers, RATELIMIT);
+    }
+}
+
+/// The item of `RateLimit`.
+#[inline(always)]
+fn level(outcome: &Outcome) -> Option<Item> {
+    let r = outcome.remaining()?;
+    let mut item = Item::new();
+    item.push("\"").push(outcome.limit()).push("\";r=").push_number(r).push(";t=").push_number(time(outcome, r));
+    Some(item)
+}
+
+/// Makes one line of those that are there.
+#[cold]
+fn join_lines(headers: &mut HeaderMap, name: HeaderName) {
+    let mut list = List::new();
+    for line in headers.get_all(&name) {
+        // An empty line is an empty list: nothing to be set apart.
+        if !line.as_bytes().trim_ascii().is_empty() {
+            join(&mut list, line.as_bytes());
+        }
+    }
+    if let Ok(line) = HeaderValue::from_bytes(&list) {
+        headers.insert(name, line);
+    }
+}
+
+type List = SmallVec<[u8; 256]>;
+
+fn join(list: &mut List, item: &[u8]) {
+    if !list.is_empty() {
+        list.extend_from_slice(b", ");
+    }
+    list.extend_from_slice(item);
 }
 
 /// Items of `RateLimit-Policy` for a limit, which are made once for each of the first quotas that it is used with: its
@@ -130,17 +176,14 @@ impl Policies {
 }
 
 fn policy(limit: &LimitName, quota: &Quota) -> HeaderValue {
-    let mut item = item(limit.as_str());
-    value(item.push(";q=").push_number(quota.capacity()).push(";w=").push_number(window(quota)))
+    let mut item = Item::new();
+    item.push("\"").push(limit.as_str()).push("\";q=").push_number(quota.capacity());
+    value(item.push(";w=").push_number(window(quota)))
 }
 
-/// Room for a name, two parameters and their numbers.
+/// Room for a name, two parameters and their numbers. It is a string of RFC 9651 and its parameters: names have no
+/// character that would have to be escaped.
 type Item = Text<128>;
-
-/// A string of RFC 9651: names have no character that would have to be escaped.
-fn item(name: &str) -> Item {
-    *Text::new().push("\"").push(name).push("\"")
-}
 
 /// A number, without the buffer that `HeaderValue::from` allocates beside the value.
 pub(crate) fn number_value(number: u64) -> HeaderValue {
@@ -152,66 +195,11 @@ fn value<const N: usize>(item: &Text<N>) -> HeaderValue {
     HeaderValue::from_bytes(item.as_bytes()).unwrap_or(HeaderValue::from_static(""))
 }
 
-/// An item that may be a line by itself.
-trait Part {
-    fn bytes(&self) -> &[u8];
-
-    fn into_line(self) -> HeaderValue;
-}
-
-impl Part for HeaderValue {
-    fn bytes(&self) -> &[u8] {
-        self.as_bytes()
+/// Sets a field that is not there. It is looked for first, since an entry costs more than the second look.
+pub(crate) fn insert_missing(headers: &mut HeaderMap, name: HeaderName, value: impl FnOnce() -> HeaderValue) {
+    if !headers.contains_key(&name) {
+        headers.insert(name, value());
     }
-
-    fn into_line(self) -> HeaderValue {
-        self
-    }
-}
-
-impl Part for Item {
-    fn bytes(&self) -> &[u8] {
-        self.as_bytes()
-    }
-
-    fn into_line(self) -> HeaderValue {
-        value(&self)
-    }
-}
-
-/// Appends items to the list in `name`, in one line.
-fn append(headers: &mut HeaderMap, name: HeaderName, mut items: impl Iterator<Item = impl Part>) {
-    let Some(first) = items.next() else { return };
-    let entry = headers.entry(name);
-    let mut list = List::new();
-    if let Entry::Occupied(lines) = &entry {
-        lines.iter().for_each(|line| join(&mut list, line.as_bytes()));
-    }
-    let line = match items.next() {
-        None if list.is_empty() => first.into_line(),
-        second => {
-            [first].into_iter().chain(second).chain(items).for_each(|item| join(&mut list, item.bytes()));
-            let Ok(line) = HeaderValue::from_bytes(&list) else { return };
-            line
-        }
-    };
-    match entry {
-        Entry::Vacant(vacant) => drop(vacant.insert(line)),
-        Entry::Occupied(mut lines) => drop(lines.insert(line)),
-    }
-}
-
-type List = SmallVec<[u8; 256]>;
-
-fn join(list: &mut List, item: &[u8]) {
-    // An empty line is an empty list: nothing to be set apart.
-    if item.trim_ascii().is_empty() {
-        return;
-    }
-    if !list.is_empty() {
-        list.extend_from_slice(b", ");
-    }
-    list.extend_from_slice(item);
 }
 
 fn write_legacy(headers: &mut HeaderMap, decision: &Decision, since_1970: bool) {
@@ -229,6 +217,6 @@ fn write_legacy(headers: &mut HeaderMap, decision: &Decision, since_1970: bool) 
         (X_RATELIMIT_REMAINING, remaining),
         (X_RATELIMIT_RESET, reset),
     ] {
-        headers.entry(name).or_insert_with(|| number_value(number));
+        insert_missing(headers, name, || number_value(number));
     }
 }

@@ -87,7 +87,13 @@ impl BucketKey {
 
     /// The bucket of a client address, of whose first `bits` bits count if it is IPv6.
     pub(crate) const fn ip_prefix(address: IpAddr, bits: u8) -> Self {
-        match canonical(address) {
+        Self::canonical_prefix(canonical(address), bits)
+    }
+
+    /// The same for an address that is [`canonical`] already.
+    #[inline]
+    pub(crate) const fn canonical_prefix(address: IpAddr, bits: u8) -> Self {
+        match address {
             IpAddr::V4(address) => Self(Who::V4(address)),
             IpAddr::V6(address) => {
                 let host_bits = 128 - if bits > 128 { 128 } else { bits as u32 };

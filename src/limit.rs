@@ -260,9 +260,11 @@ impl Limits {
         if charges.is_empty() {
             return Demand::Nothing;
         }
-        let refused = charges.iter().any(|charge| charge.is_too_dear() && !charge.is_shadow());
-        if refused || charges.iter().all(Charge::is_too_dear) {
-            return Demand::TooDear(charges);
+        if charges.iter().any(Charge::is_too_dear) {
+            let refused = charges.iter().any(|charge| charge.is_too_dear() && !charge.is_shadow());
+            if refused || charges.iter().all(Charge::is_too_dear) {
+                return Demand::TooDear(charges);
+            }
         }
         Demand::Charges(charges)
     }

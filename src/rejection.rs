@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 use std::time::Duration;
 
 use crate::decision::Decision;
-use crate::headers::{HeaderStyle, number_value, seconds, write_fields};
+use crate::headers::{HeaderStyle, insert_missing, number_value, seconds, write_fields};
 use crate::key::NoKey;
 use crate::text::Text;
 
@@ -126,71 +126,77 @@ impl Rejection {
         })
     }
 
-    /// The problem as far as it is the same for all requests: type, title and status.
-    fn opening(&self) -> &'static str {
+    /// The problem as far as it is the same for all requests: type, title, status, and the name of what comes next.
+    fn opening(&self) -> &'static [u8] {
         match &self.reason {
             Reason::Denied | Reason::TooDear => concat!(
                 r#"{"type":"https://iana.org/assignments/http-problem-types#quota-exceeded","#,
-                r#""title":"Request cannot be satisfied as assigned quota has been exceeded","status":429"#
-            ),
-            Reason::NoKey(NoKey::Peer) => r#"{"type":"about:blank","title":"Service Unavailable","status":503"#,
+                r#""title":"Request cannot be satisfied as assigned quota has been exceeded","status":429,"detail":""#
+            )
+            .as_bytes(),
+            Reason::NoKey(NoKey::Peer) => {
+                br#"{"type":"about:blank","title":"Service Unavailable","status":503,"detail":""#
+            }
             Reason::NoKey(NoKey::Credential(_) | NoKey::Identity) => {
-                r#"{"type":"about:blank","title":"Unauthorized","status":401"#
+                br#"{"type":"about:blank","title":"Unauthorized","status":401,"detail":""#
             }
             Reason::StoreFailed { .. } => concat!(
                 r#"{"type":"https://iana.org/assignments/http-problem-types#temporary-reduced-capacity","#,
-                r#""title":"Request cannot be satisfied due to temporary server capacity constraints","status":503"#
-            ),
+                r#""title":"Request cannot be satisfied due to temporary server capacity constraints","#,
+                r#""status":503,"detail":""#
+            )
+            .as_bytes(),
         }
     }
 
-    fn write_detail(&self, to: &mut Bytes512) {
+    /// Passes on what happened, in parts: the numbers among them are written here.
+    fn with_detail<T>(&self, pass_on: impl FnOnce(&[&[u8]]) -> T) -> T {
+        let bound = self.decision.bound();
+        let (limit, cost) = bound.map_or(("", 0), |outcome| (outcome.limit(), outcome.cost()));
+        let (limit, cost) = (limit.as_bytes(), *Text::<20>::new().push_number(cost));
         match &self.reason {
             Reason::Denied => {
-                let (limit, cost) = self.decision.bound().map_or(("", 0), |outcome| (outcome.limit(), outcome.cost()));
-                let wait = self.decision.retry_after().map_or(1, seconds);
-                to.text("limit ").text(limit).text(" has too few tokens for a cost of ").number(cost);
-                to.text("; they are there in ").number(wait).text(" s");
+                let wait = *Text::<20>::new().push_number(self.decision.retry_after().map_or(1, seconds));
+                let (has, cost) = (b" has too few tokens for a cost of ", cost.as_bytes());
+                pass_on(&[b"limit ", limit, has, cost, b"; they are there in ", wait.as_bytes(), b" s"])
             }
             Reason::TooDear => {
-                let (limit, cost, capacity) = self
-                    .decision
-                    .bound()
-                    .map_or(("", 0, 0), |outcome| (outcome.limit(), outcome.cost(), outcome.quota().capacity()));
-                to.text("the cost of ").number(cost).text(" is above the capacity of ").number(capacity);
-                to.text(" of limit ").text(limit).text("; no wait helps");
+                let capacity = bound.map_or(0, |outcome| outcome.quota().capacity());
+                let capacity = *Text::<20>::new().push_number(capacity);
+                let (cost, is_above) = (cost.as_bytes(), b" is above the capacity of ");
+                let end = b"; no wait helps";
+                pass_on(&[b"the cost of ", cost, is_above, capacity.as_bytes(), b" of limit ", limit, end])
             }
             Reason::NoKey(NoKey::Credential(header)) => {
-                to.text("an accepted key in the header ").text(header.as_str()).text(" is required");
+                pass_on(&[b"an accepted key in the header ", header.as_str().as_bytes(), b" is required"])
             }
-            Reason::NoKey(NoKey::Identity) => {
-                to.text("the request has no identity to charge");
-            }
-            Reason::NoKey(NoKey::Peer) => {
-                to.text("the server does not know the address of its peer");
-            }
-            Reason::StoreFailed { .. } => {
-                to.text("the store of the rate limit does not answer");
-            }
+            Reason::NoKey(NoKey::Identity) => pass_on(&[b"the request has no identity to charge"]),
+            Reason::NoKey(NoKey::Peer) => pass_on(&[b"the server does not know the address of its peer"]),
+            Reason::StoreFailed { .. } => pass_on(&[b"the store of the rate limit does not answer"]),
         }
     }
 
     /// The body of the default response, RFC 9457. Every text in it is our own or has passed a check, so nothing in it
     /// has to be escaped.
-    fn problem(&self) -> Bytes512 {
-        let mut json = Bytes512::default();
-        json.text(self.opening()).text(r#","detail":""#);
-        self.write_detail(&mut json);
-        json.text("\"");
-        if matches!(self.reason, Reason::Denied | Reason::TooDear) {
-            json.text(r#","violated-policies":["#);
-            for (i, name) in self.violated().enumerate() {
-                json.text(if i == 0 { "\"" } else { ",\"" }).text(name).text("\"");
+    fn problem(&self) -> Vec<u8> {
+        self.with_detail(|detail| {
+            // Collected first, so that the text is written once, in as many bytes as it has.
+            let mut json: SmallVec<[&[u8]; 24]> = SmallVec::new();
+            json.push(self.opening());
+            json.extend_from_slice(detail);
+            let mut end: &[u8] = b"\"}";
+            if matches!(self.reason, Reason::Denied | Reason::TooDear) {
+                json.push(br#"","violated-policies":["#);
+                end = b"]}";
+                for (i, name) in self.violated().enumerate() {
+                    json.push(if i == 0 { b"\"" } else { b"\",\"" });
+                    json.push(name.as_bytes());
+                    end = b"\"]}";
+                }
             }
-            json.text("]");
-        }
-        json.text("}");
-        json
+            json.push(end);
+            json.concat()
+        })
     }
 
     /// The response without a body: status, and for gRPC the trailers in the place of headers.
@@ -200,9 +206,8 @@ impl Rejection {
         if let Some(content_type) = &self.grpc {
             headers.insert(CONTENT_TYPE, content_type.clone());
             headers.insert(GRPC_STATUS, self.grpc_status());
-            let mut detail = Bytes512::default();
-            self.write_detail(&mut detail);
-            if let Ok(message) = HeaderValue::from_bytes(&detail.0) {
+            if let Ok(message) = HeaderValue::from_maybe_shared(Bytes::from(self.with_detail(|detail| detail.concat())))
+            {
                 headers.insert(GRPC_MESSAGE, message);
             }
             return response;
@@ -223,22 +228,6 @@ impl Rejection {
             }
             _ => HeaderValue::from_static("Bearer"),
         }
-    }
-}
-
-/// A body that is made on the stack, where it mostly has room, and copied once.
-#[derive(Default)]
-struct Bytes512(SmallVec<[u8; 512]>);
-
-impl Bytes512 {
-    fn text(&mut self, text: &str) -> &mut Self {
-        self.0.extend_from_slice(text.as_bytes());
-        self
-    }
-
-    fn number(&mut self, number: u64) -> &mut Self {
-        self.0.extend_from_slice(Text::<20>::new().push_number(number).as_bytes());
-        self
     }
 }
 
@@ -294,9 +283,9 @@ impl<B: From<Bytes>> ResponseForRejection<B> for Problem {
         if rejection.is_grpc() {
             return rejection.response(B::from(Bytes::new()));
         }
-        let Bytes512(json) = rejection.problem();
+        let json = rejection.problem();
         let length = number_value(json.len() as u64);
-        let body = if rejection.is_head() { Bytes::new() } else { Bytes::copy_from_slice(&json) };
+        let body = if rejection.is_head() { Bytes::new() } else { Bytes::from(json) };
         let mut response = rejection.response(B::from(body));
         response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
         // `HEAD` has the length that `GET` would have.
@@ -333,10 +322,10 @@ fn add_missing(headers: &mut HeaderMap, rejection: &Rejection) {
             (None, _) => None,
         };
         if let Some(value) = pushback.and_then(|text| HeaderValue::from_bytes(text.as_bytes()).ok()) {
-            headers.entry(GRPC_PUSHBACK).or_insert(value);
+            insert_missing(headers, GRPC_PUSHBACK, || value);
         }
     } else if let Some(wait) = wait {
-        headers.entry(RETRY_AFTER).or_insert_with(|| number_value(seconds(wait)));
+        insert_missing(headers, RETRY_AFTER, || number_value(seconds(wait)));
     }
-    headers.entry(CACHE_CONTROL).or_insert(HeaderValue::from_static("no-store"));
+    insert_missing(headers, CACHE_CONTROL, || HeaderValue::from_static("no-store"));
 }

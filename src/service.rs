@@ -64,14 +64,12 @@ where
         let clone = self.inner.clone();
         let inner = mem::replace(&mut self.inner, clone);
 
-        let settings = &self.shared.settings;
+        let shared = Arc::clone(&self.shared);
         let (parts, body) = request.into_parts();
         // One look at the limits: a request is never judged by a mixture.
-        let demand = settings.limits.now().demand(&parts);
-        let call = (inner, parts, body);
-        let shared = Arc::clone(&self.shared);
+        let demand = self.shared.settings.limits.now().demand(&parts);
         let verdict = match demand {
-            Demand::Charges(charges) => return ResponseFuture::asking(shared, call, charges),
+            Demand::Charges(charges) => return ResponseFuture::asking(shared, inner, parts, body, charges),
             Demand::Nothing => Verdict::of(Decision::bare(true, Source::Exempt)),
             Demand::TooDear(charges) => {
                 let decision = Decision::unasked(&charges);
@@ -80,7 +78,7 @@ where
             }
             Demand::NoKey(why) => Verdict::refused(Reason::NoKey(why), Decision::bare(false, Source::Layer)),
         };
-        ResponseFuture::decided(shared, call, verdict)
+        ResponseFuture::decided(shared, inner, parts, body, verdict)
     }
 }
 

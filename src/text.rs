@@ -49,29 +49,31 @@ impl<const N: usize> Text<N> {
     }
 
     /// Appends `part` in place: where a buffer that is handed on would be copied for each part.
+    #[inline]
     pub(crate) fn push(&mut self, part: &str) -> &mut Self {
         debug_assert!(part.is_ascii());
-        let part = &part.as_bytes()[..part.len().min(N - self.len)];
-        self.bytes[self.len..self.len + part.len()].copy_from_slice(part);
-        self.len += part.len();
+        match self.bytes.get_mut(self.len..self.len + part.len()) {
+            Some(room) => {
+                room.copy_from_slice(part.as_bytes());
+                self.len += part.len();
+            }
+            None => *self = self.str(part),
+        }
         self
     }
 
     /// Appends `number` in decimal digits, in place.
+    #[inline]
     pub(crate) fn push_number(&mut self, number: u64) -> &mut Self {
-        let (mut digits, mut start, mut rest) = ([0; 20], 20, number);
-        loop {
-            start -= 1;
-            digits[start] = b'0' + (rest % 10) as u8;
-            rest /= 10;
-            if rest == 0 {
-                break;
+        let end = self.len + number.checked_ilog10().unwrap_or(0) as usize + 1;
+        let mut rest = number;
+        for i in (self.len..end).rev() {
+            if let Some(digit) = self.bytes.get_mut(i) {
+                *digit = b'0' + (rest % 10) as u8;
             }
+            rest /= 10;
         }
-        let digits = &digits[start..];
-        let digits = &digits[..digits.len().min(N - self.len)];
-        self.bytes[self.len..self.len + digits.len()].copy_from_slice(digits);
-        self.len += digits.len();
+        self.len = end.min(N);
         self
     }
 

@@ -45,7 +45,8 @@ impl Model {
             slots.push(slot);
         }
         let mut states: Vec<_> = names.iter().map(|name| self.buckets.get(name).copied()).collect();
-        let replies = bucket::acquire(charges, &slots, &mut states, now_us);
+        let before = states.clone();
+        let replies = bucket::acquire(charges, &slots, &before, &mut states, now_us);
         for (name, state) in names.into_iter().zip(states) {
             if let Some(state) = state {
                 self.buckets.insert(name, state);

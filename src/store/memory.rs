@@ -1,5 +1,6 @@
 //! Buckets in the memory of this process.
 
+use std::cmp;
 use std::convert::Infallible;
 use std::fmt;
 use std::future::{Ready, ready};
@@ -180,10 +181,12 @@ impl MemoryStore {
     pub(crate) fn acquire_now(&self, charges: &[Charge]) -> Decision {
         let shared = &*self.shared;
         let now_us = shared.now_us();
-        match charges {
-            [charge] => Decision::of_one(charge, shared.acquire_one(charge, now_us)),
-            charges => Decision::of_replies(charges, shared.acquire_all(charges, now_us).into_iter().map(Some)),
+        if let [charge] = charges {
+            return Decision::of_one(charge, shared.acquire_one(charge, now_us));
         }
+        let two = <&[Charge; 2]>::try_from(charges).ok().and_then(|two| shared.acquire_two(two, now_us));
+        let replies = two.unwrap_or_else(|| shared.acquire_all(charges, now_us));
+        Decision::of_replies(charges, replies.into_iter().map(Some))
     }
 }
 
@@ -241,6 +244,10 @@ impl Store for MemoryStore {
 
     fn acquire(&self, charges: &[Charge]) -> Self::Future {
         ready(Ok(self.acquire_now(charges)))
+    }
+
+    fn acquire_at_once(&self, charges: &[Charge]) -> Option<Decision> {
+        Some(self.acquire_now(charges))
     }
 }
 
@@ -302,14 +309,48 @@ impl Shared {
                 bucket.set(written);
                 return reply;
             }
-            if self.make_room(&mut shard, charge, name, &[], now_us) {
-                let (reply, written) = bucket::acquire_one(charge, None, now_us);
-                shard.set(name, written);
+            if let Some(reply) = self.acquire_new(&mut shard, charge, name, now_us) {
                 return reply;
             }
             drop(shard);
             name = self.overflow(charge);
         }
+    }
+
+    /// The same for a bucket that is not there; `None` where there is no room for it.
+    #[inline(never)]
+    fn acquire_new(&self, shard: &mut Shard, charge: &Charge, name: Name, now_us: u64) -> Option<Reply> {
+        self.make_room(shard, charge, name, &[], now_us).then(|| {
+            let (reply, written) = bucket::acquire_one(charge, None, now_us);
+            shard.set(name, written);
+            reply
+        })
+    }
+
+    /// Two charges to buckets that are there, in different shards: what [`acquire_all`](Self::acquire_all) does, without
+    /// its lists. `None` where it is another case.
+    fn acquire_two(&self, charges: &[Charge; 2], now_us: u64) -> Option<SmallVec<[Reply; 4]>> {
+        let names = charges.each_ref().map(|charge| self.name(charge));
+        let shards = names.map(|name| self.shard(name));
+        let lock = |i: usize| lock(&self.shards[shards[i]]);
+        let (mut first, mut second) = match shards[0].cmp(&shards[1]) {
+            cmp::Ordering::Less => {
+                let first = lock(0);
+                (first, lock(1))
+            }
+            cmp::Ordering::Equal => return None,
+            cmp::Ordering::Greater => {
+                let second = lock(1);
+                (lock(0), second)
+            }
+        };
+        let (first, second) = (first.bucket_of(names[0])?, second.bucket_of(names[1])?);
+        let before = [first.read(None, now_us), second.read(None, now_us)];
+        let mut states = before;
+        let replies = bucket::acquire(charges, &[0, 1], &before, &mut states, now_us);
+        first.set(states[0]);
+        second.set(states[1]);
+        Some(replies)
     }
 
     /// Several charges, under the locks of all their shards. Locks are taken in order, so that no two callers wait for
@@ -343,7 +384,7 @@ impl Shared {
                 states.push(found.and_then(|place| shard.bucket(place).read(None, now_us)));
             }
             let before = states.clone();
-            let replies = bucket::acquire(charges, &slots, &mut states, now_us);
+            let replies = bucket::acquire(charges, &slots, &before, &mut states, now_us);
             for ((name, state), before) in unique.into_iter().zip(states).zip(before) {
                 if state != before {
                     locked[of(name)].set(name, state);
@@ -456,6 +497,10 @@ impl Shard {
             place = bucket.next;
         }
         None
+    }
+
+    fn bucket_of(&mut self, name: Name) -> Option<&mut Bucket> {
+        self.find(name).map(|place| self.bucket_mut(place))
     }
 
     fn set(&mut self, name: Name, state: Option<State>) {

@@ -78,6 +78,15 @@ pub trait Store: Clone + Send + Sync + 'static {
     /// Makes all `charges` or none, in one step.
     fn acquire(&self, charges: &[Charge]) -> Self::Future;
 
+    /// The answer of a store that always has it at once, and so without a future: the layer asks for this first. `None`,
+    /// as by default, leaves the question to [`acquire_within`](Self::acquire_within); nothing has been charged then.
+    ///
+    /// It is the same step as `acquire`. A store around another one may leave it out, or pass it on as it does `acquire`.
+    fn acquire_at_once(&self, charges: &[Charge]) -> Option<Decision> {
+        let _ = charges;
+        None
+    }
+
     /// The same for a caller that gives up, and drops the future, after `deadline`: what the layer calls. A store may
     /// draw its conclusions; by default it makes no difference.
     fn acquire_within(&self, charges: &[Charge], deadline: Duration) -> Self::Future {

@@ -754,6 +754,35 @@ fn a_future_that_is_never_polled_calls_nothing() {
     assert_eq!(calls.load(Relaxed), 0);
 }
 
+/// A store that has no other answer than the one at once.
+#[derive(Clone, Debug, Default)]
+struct AtOnce(MemoryStore);
+
+impl Store for AtOnce {
+    type Error = Infallible;
+    type Future = Ready<Result<Decision, Infallible>>;
+
+    fn acquire(&self, _: &[Charge]) -> Self::Future {
+        panic!("asked for a future")
+    }
+
+    fn acquire_at_once(&self, charges: &[Charge]) -> Option<Decision> {
+        self.0.acquire_at_once(charges)
+    }
+}
+
+#[test]
+fn a_store_that_answers_at_once_is_asked_once_for_a_future_that_is_polled_and_for_none_that_is_not() {
+    let calls = Arc::default();
+    let mut service = TokenBucketLayer::new(AtOnce::default(), limit(tokens(2))).layer(counted(&calls));
+    for status in [200, 200, 429] {
+        drop(at_once(service.ready()).unwrap().call(ask()));
+        let answer = at_once(at_once(service.ready()).unwrap().call(ask())).unwrap();
+        assert_eq!((answer.status().as_u16(), source(&answer)), (status, Source::Store));
+    }
+    assert_eq!(calls.load(Relaxed), 2);
+}
+
 // A panic in a closure of the user's affects that request only.
 
 fn panics(headers: &HeaderMap, place: &str) {
