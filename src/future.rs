@@ -15,10 +15,12 @@ use tower_service::Service;
 use crate::charge::Charges;
 use crate::decision::Decision;
 use crate::headers::write_fields;
+use crate::metrics::{Began, End};
 use crate::rejection::{Rejection, ResponseForRejection, Verdict, respond};
 use crate::settings::Shared;
 use crate::settle::Settle;
 use crate::store::Store;
+use crate::{log, metrics};
 
 pin_project! {
     /// The response to come of [`TokenBucket`](crate::TokenBucket).
@@ -51,6 +53,7 @@ pin_project! {
         Acquiring {
             #[pin]
             acquire: A,
+            began: Began,
             // Made when the store does not answer at once.
             deadline: Option<Pin<Box<Sleep>>>,
         },
@@ -97,19 +100,25 @@ where
             let verdict = match this.state.as_mut().project() {
                 // Asking => Acquiring
                 StateProject::Asking => {
+                    let began = Began::now();
                     let acquire = settings.checks.acquire(this.charges);
-                    this.state.set(State::Acquiring { acquire, deadline: None });
+                    this.state.set(State::Acquiring { acquire, began, deadline: None });
                     continue;
                 }
-                StateProject::Acquiring { acquire, deadline } => match acquire.poll(cx) {
+                StateProject::Acquiring { acquire, began, deadline } => match acquire.poll(cx) {
                     Poll::Ready(Ok(decision)) => {
+                        began.ended(End::Answered);
                         settings.checks.failures.answered();
                         Verdict::of(decision)
                     }
-                    Poll::Ready(Err(error)) => settings.checks.fail(this.charges, &error),
+                    Poll::Ready(Err(error)) => {
+                        began.ended(End::Failed);
+                        settings.checks.fail(this.charges, &error)
+                    }
                     Poll::Pending => {
                         let sleep = || Box::pin(tokio::time::sleep(settings.checks.deadline));
                         ready!(deadline.get_or_insert_with(sleep).as_mut().poll(cx));
+                        began.ended(End::Late);
                         settings.checks.late(this.charges)
                     }
                 },
@@ -133,6 +142,8 @@ where
                 StateProject::Done => panic!("polled after completion"),
             };
             let (mut inner, mut parts, body) = this.call.take().expect("polled after completion");
+            metrics::decided(&verdict, this.charges, &parts, &settings.limits);
+            log::decided(&verdict);
             let Verdict { decision, refused } = verdict;
             if let Some(hook) = &settings.on_decision {
                 hook(&decision);

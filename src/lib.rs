@@ -82,7 +82,9 @@
 //! | `axum` | the peer address, the matched route and the original path that axum knows | yes |
 //! | `redis` | `RedisStore` | yes |
 //! | `rustls` | TLS to Redis | |
-//! | `tracing` | events instead of the few lines on stderr | |
+//! | `tracing` | events instead of the few lines on stderr, and fields on the current span | |
+//! | `metrics` | `metrics`: counters, gauges and histograms, for any recorder | |
+//! | `ratelimit-fields` | the sender's side reads a peer's `RateLimit` fields | |
 //! | `serde` | `config`: limits from a file | |
 //! | `conformance` | `conformance`: tests and the exact model for those who write a store | |
 #![cfg_attr(docsrs, feature(doc_cfg))]
@@ -90,6 +92,10 @@
 mod error;
 mod few;
 mod log;
+#[cfg(feature = "metrics")]
+pub mod metrics;
+#[cfg(not(feature = "metrics"))]
+mod metrics;
 mod quota;
 mod text;
 

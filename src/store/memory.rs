@@ -16,12 +16,12 @@ use crate::charge::Charge;
 use crate::decision::{Decision, Reply};
 use crate::error::ConfigError;
 use crate::key::BucketKey;
-use crate::log;
 use crate::outbound::{AdaptiveStore, Paced, Pacer, Pacing, Rates};
 use crate::pace::{self, Pace, PaceReply};
 use crate::quota::Quota;
 use crate::store::Store;
 use crate::store::paces::Paces;
+use crate::{log, metrics};
 
 /// Fewest and most locks over disjoint parts of the buckets: powers of two.
 const SHARDS: (usize, usize) = (64, 1 << 12);
@@ -71,6 +71,7 @@ struct Shared {
     shards: Box<[Mutex<Shard>]>,
     buckets_per_shard: usize,
     overflowed: AtomicU64,
+    held: metrics::Held,
     /// Buckets whose rate adapts.
     paces: Mutex<Paces>,
 }
@@ -159,6 +160,7 @@ impl MemoryStore {
             // No more than there are numbers of places.
             buckets_per_shard: buckets.div_ceil(shards).min(1 << 31),
             overflowed: AtomicU64::new(0),
+            held: metrics::Held::default(),
             paces: Mutex::new(Paces::new(buckets)),
         };
         Self { shared: Arc::new(shared) }
@@ -302,12 +304,18 @@ impl Shared {
                 bucket.set(written);
                 return reply;
             }
-            if self.make_room(&mut shard, charge, name, &[], now_us) {
+            let before = shard.buckets;
+            let reply = self.make_room(&mut shard, charge, name, &[], now_us).then(|| {
                 let (reply, written) = bucket::acquire_one(charge, None, now_us);
                 shard.set(name, written);
+                reply
+            });
+            let more = shard.buckets as isize - before as isize;
+            drop(shard);
+            self.held.add(more);
+            if let Some(reply) = reply {
                 return reply;
             }
-            drop(shard);
             name = self.overflow(charge);
         }
     }
@@ -321,6 +329,9 @@ impl Shared {
             shards.sort_unstable();
             shards.dedup();
             let mut locked: SmallVec<[_; 4]> = shards.iter().map(|shard| lock(&self.shards[*shard])).collect();
+            let buckets =
+                |locked: &[MutexGuard<'_, Shard>]| locked.iter().map(|shard| shard.buckets as isize).sum::<isize>();
+            let held = buckets(&locked);
             let of = |name: Name| shards.binary_search(&self.shard(name)).unwrap_or(0);
 
             let mut slots: SmallVec<[usize; 4]> = SmallVec::new();
@@ -335,6 +346,9 @@ impl Shared {
                 let shard = &mut locked[of(name)];
                 let found = shard.find(name);
                 if found.is_none() && !self.make_room(shard, charge, name, &unique, now_us) {
+                    let more = buckets(&locked) - held;
+                    drop(locked);
+                    self.held.add(more);
                     names[i] = self.overflow(charge);
                     continue 'overflow;
                 }
@@ -349,6 +363,9 @@ impl Shared {
                     locked[of(name)].set(name, state);
                 }
             }
+            let more = buckets(&locked) - held;
+            drop(locked);
+            self.held.add(more);
             return replies;
         }
     }
@@ -378,6 +395,7 @@ impl Shared {
     }
 
     fn count_overflow(&self) {
+        metrics::overflowed();
         if self.overflowed.fetch_add(1, Ordering::Relaxed) == 0 {
             let most = self.buckets_per_shard * self.shards.len();
             log::warning!(
