@@ -31,7 +31,7 @@
 //! - `method`: one of the nine registered ones that browsers and HTTP libraries send (`GET` to `PATCH`), or `_OTHER`.
 //! - `outcome`, of that limit: `allowed` (and charged), `denied`, `not_charged` (it has the tokens, or was not asked, and
 //!   another refuses), `shadow_denied`, `too_dear`, `no_key`.
-//! - `source`: that of the decision, `store`, `remembered`, `local`, `policy`, `exempt` or `layer`.
+//! - `source`: that of the decision, and `policy` for a limit that its policy left out of it: `store`, `remembered`, `local`, `policy`, `exempt` or `layer`.
 //! - `node`: a Redis server as it was named, without a password; `given` for a connection that was given.
 //! - `kind`: `unreachable`, `breaker_open`, `crowded`, `unavailable`, `configuration`, `bucket`, `lost`, `late`, `reply`.
 //!
@@ -72,8 +72,10 @@ use http::Method;
 use http::request::Parts;
 use tokio::time::Instant;
 
+#[cfg(feature = "redis")]
+use crate::Health;
 use crate::charge::Charge;
-use crate::decision::{Decision, Outcome};
+use crate::decision::{Decision, Outcome, Source};
 use crate::limit::Limits;
 use crate::outbound::AcquireError;
 use crate::quota::Quota;
@@ -120,15 +122,15 @@ pub(crate) fn decided(verdict: &Verdict, charges: &[Charge], parts: &Parts, limi
     let limits = limits.now();
     let route = limits.template(parts).unwrap_or("unmatched");
     let method = METHODS.iter().find(|known| **known == parts.method).map_or("_OTHER", Method::as_str);
-    let source = decision.source().name();
-    let count = |limit: &str, outcome: &str| {
+    let count = |limit: &str, outcome: &str, source: Source| {
+        let source = source.name();
         let labels = [("limit", limit), ("method", method), ("route", route), ("outcome", outcome), ("source", source)];
         facade::count(DECISIONS, labels, 1);
     };
     let outcomes = decision.outcomes();
     for outcome in outcomes {
         let name = outcome_name(decision, outcome);
-        count(outcome.limit(), name);
+        count(outcome.limit(), name, decision.source());
         if name == "allowed" {
             facade::count(COST, [("limit", outcome.limit())], outcome.cost());
         }
@@ -138,11 +140,11 @@ pub(crate) fn decided(verdict: &Verdict, charges: &[Charge], parts: &Parts, limi
         let limit = charge.limit().as_str();
         if !outcomes.iter().any(|outcome| outcome.limit() == limit) {
             let is_shadow = charge.is_shadow() && verdict.refused.is_some();
-            count(limit, if is_shadow { "not_charged" } else { verdict.name() });
+            count(limit, if is_shadow { "not_charged" } else { verdict.name() }, Source::Policy);
         }
     }
     if outcomes.is_empty() && charges.is_empty() {
-        count("", verdict.name());
+        count("", verdict.name(), decision.source());
     }
 }
 
@@ -217,10 +219,15 @@ pub(crate) fn store_failed(kind: &str) {
     facade::count(STORE_FAILURES, [("kind", kind)], 1);
 }
 
-/// A breaker is in this state: 0 closed, 1 probing, 2 open.
+/// The breaker of a server is in this state.
 #[cfg(feature = "redis")]
-pub(crate) fn breaker_is(node: &str, state: u8) {
-    facade::set(BREAKER_STATE, [("node", node)], state.into());
+pub(crate) fn breaker_is(node: &str, health: Health) {
+    let state = match health {
+        Health::Closed => 0.0,
+        Health::Probing => 1.0,
+        Health::Open => 2.0,
+    };
+    facade::set(BREAKER_STATE, [("node", node)], state);
 }
 
 /// Buckets of one memory store, as far as they are in the sum over all of them.

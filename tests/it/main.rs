@@ -45,6 +45,8 @@ macro_rules! on_both_stores {
 mod log;
 #[path = "../support/proxy.rs"]
 mod proxy;
+#[path = "../support/recorder.rs"]
+mod recorder;
 #[path = "../support/server.rs"]
 mod server;
 #[path = "../support/topology.rs"]
@@ -64,6 +66,7 @@ mod http_contract;
 mod identity;
 mod losses;
 mod memory;
+mod metrics;
 mod outbound;
 mod outbound_faults;
 mod pace;

@@ -85,7 +85,7 @@ pub(super) enum Change {
 impl Breaker {
     /// Of the server with that address.
     pub(super) fn new(node: &str, now: Instant) -> Self {
-        metrics::breaker_is(node, Health::Closed as u8);
+        metrics::breaker_is(node, Health::Closed);
         let state = State { health: Health::Closed, probe_at: now, pause: PAUSE, since: now, closed: now };
         Self { failures: AtomicU32::new(0), told: AtomicBool::new(false), state: Mutex::new(state), node: node.into() }
     }
@@ -93,7 +93,7 @@ impl Breaker {
     /// Changes the state, when all else is done. Under its lock, so that the last state is told last.
     fn set(&self, state: &mut State, health: Health) {
         state.health = health;
-        metrics::breaker_is(&self.node, health as u8);
+        metrics::breaker_is(&self.node, health);
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
