@@ -1,4 +1,5 @@
-//! What an operator sees: `cargo run --example metrics` sends a few requests and prints all series as Prometheus reads them.
+//! What an operator sees: `cargo run --example metrics --features metrics` sends a few requests and prints all
+//! series as Prometheus reads them.
 //!
 //! A service has a recorder such as that of `metrics-exporter-prometheus`; the one here is short, so that nothing else need
 //! be built. It keeps of a histogram the count and the sum.

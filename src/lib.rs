@@ -60,6 +60,38 @@
 //! [`LimitsHandle`] replaces the limits, [`Settle`] charges what a request has really cost, [`Store::peek`],
 //! [`reset`](Store::reset) and [`penalize`](Store::penalize) are for operators.
 //!
+//! # What is seen
+//!
+//! With the feature `metrics` decisions, checks, failures and waits are series for any recorder: the module `metrics` names
+//! them all.
+//!
+//! With the feature `tracing` the decision goes to the span that a request is in, where that has declared the fields:
+//! `rate_limit.decision` (`allowed`, `denied`, `too_dear` or `no_key`), `rate_limit.limit` (the one that
+//! [bound](Decision::bound)), `rate_limit.source`, and `rate_limit.retry_after` in seconds.
+//!
+//! ```
+//! # #[cfg(feature = "tracing")] {
+//! use http::Request;
+//! use tracing::{Span, field::Empty, info_span};
+//!
+//! // For `tower_http::trace::TraceLayer::make_span_with`; that layer belongs around this one.
+//! fn span<B>(request: &Request<B>) -> Span {
+//!     info_span!(
+//!         "request",
+//!         method = %request.method(),
+//!         rate_limit.decision = Empty,
+//!         rate_limit.limit = Empty,
+//!         rate_limit.source = Empty,
+//!         rate_limit.retry_after = Empty,
+//!     )
+//! }
+//! # span(&Request::new(()));
+//! # }
+//! ```
+//!
+//! A refusal is also an event at DEBUG with the same fields; a reload is one at INFO, and a store that fails and a breaker
+//! that opens are at WARN. No event, field or label holds a credential or an identity.
+//!
 //! # The sender's side
 //!
 //! [`outbound`] waits for tokens before a peer is called, and obeys what the peer says.

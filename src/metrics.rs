@@ -11,7 +11,7 @@
 //! | `token_bucket_check_duration_seconds` | histogram, s | `outcome`: `answered`, `failed`, `late` | one question to a store, of a request or a sender |
 //! | `token_bucket_store_failures_total` | counter | `kind` | failures of a `RedisStore`, by `RedisErrorKind`; one that nobody waits for any more is among them |
 //! | `token_bucket_breaker_state` | gauge | `node` | 0 closed, 1 probing, 2 open; of several stores with one node: of the one that changed last |
-//! | `token_bucket_memory_buckets` | gauge | | buckets in all memory stores of the process, local ones of an outage too |
+//! | `token_bucket_memory_buckets` | gauge | | buckets in all memory stores of the process, local ones of an outage too; not those whose rate adapts |
 //! | `token_bucket_memory_overflowed_total` | counter | | charges that went to an overflow bucket |
 //! | `token_bucket_limit_capacity_tokens` | gauge, tokens | `limit` | of the limit's own quota, not of plans; a limit that a reload removes keeps its last value |
 //! | `token_bucket_limit_refill_tokens_per_second` | gauge, tokens per second | `limit` | the same |
@@ -28,42 +28,16 @@
 //! - `limit`: the limit's name. Empty for a request that no limit was asked for: one that costs nothing or has no key.
 //! - `route`: the template that the router has matched (`/users/{id}`); where there is no router, that of the first limit
 //!   whose [`Cost`](crate::Cost) [knows one](crate::Cost::template); else `unmatched`.
-//! - `method`: one of the nine registered ones that browsers and HTTP libraries send (`GET` to `PATCH`), or `_OTHER`.
+//! - `method`: `GET`, `POST`, `PUT`, `DELETE`, `PATCH`, `HEAD`, `OPTIONS`, `CONNECT`, `TRACE` or `_OTHER`.
 //! - `outcome`, of that limit: `allowed` (and charged), `denied`, `not_charged` (it has the tokens, or was not asked, and
 //!   another refuses), `shadow_denied`, `too_dear`, `no_key`.
-//! - `source`: that of the decision, and `policy` for a limit that its policy left out of it: `store`, `remembered`, `local`, `policy`, `exempt` or `layer`.
+//! - `source`: that of the [decision](crate::Source): `store`, `remembered`, `local`, `policy`, `exempt` or `layer`. With
+//!   `policy` the store has failed and nothing was charged: `allowed` by `Allow`, `denied` by `Deny`.
 //! - `node`: a Redis server as it was named, without a password; `given` for a connection that was given.
 //! - `kind`: `unreachable`, `breaker_open`, `crowded`, `unavailable`, `configuration`, `bucket`, `lost`, `late`, `reply`.
 //!
 //! A request that several limits are asked for is counted once for each, so sum over one `limit`. The rate that a sender has
 //! come to is one for each key, and so no series: [`on_event`](crate::outbound::Limiter::on_event) tells it.
-//!
-//! # Fields of the current span
-//!
-//! With the feature `tracing` the decision is recorded on the span that a request is in, where that has declared the
-//! fields: `rate_limit.decision` (`allowed`, `denied`, `too_dear`, `no_key`), `rate_limit.limit` (the one that
-//! [bound](crate::Decision::bound)), `rate_limit.source`, and `rate_limit.retry_after` in seconds.
-//!
-//! ```
-//! use http::Request;
-//! use tracing::{Span, field::Empty, info_span};
-//!
-//! // For `tower_http::trace::TraceLayer::make_span_with`; that layer belongs outside the token buckets.
-//! fn span<B>(request: &Request<B>) -> Span {
-//!     info_span!(
-//!         "request",
-//!         method = %request.method(),
-//!         rate_limit.decision = Empty,
-//!         rate_limit.limit = Empty,
-//!         rate_limit.source = Empty,
-//!         rate_limit.retry_after = Empty,
-//!     )
-//! }
-//! # span(&Request::new(()));
-//! ```
-//!
-//! A refusal is also an event at DEBUG with the same fields. Reloads are at INFO, a failing store and a breaker that opens at
-//! WARN. No event and no field holds a credential or an identity.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -79,7 +53,7 @@ use crate::decision::{Decision, Outcome, Source};
 use crate::limit::Limits;
 use crate::outbound::AcquireError;
 use crate::quota::Quota;
-use crate::rejection::{Reason, Verdict};
+use crate::rejection::Verdict;
 use crate::reload::LimitsHandle;
 
 /// Without the feature every function here is empty.
@@ -158,18 +132,6 @@ fn outcome_name(decision: &Decision, outcome: &Outcome) -> &'static str {
         (false, false) if is_denied => "denied",
         (false, _) if decision.is_allowed() => "allowed",
         (false, _) => "not_charged",
-    }
-}
-
-impl Verdict {
-    /// In one word.
-    pub(crate) fn name(&self) -> &'static str {
-        match self.refused {
-            None => "allowed",
-            Some(Reason::Denied | Reason::StoreFailed { .. }) => "denied",
-            Some(Reason::TooDear) => "too_dear",
-            Some(Reason::NoKey(_)) => "no_key",
-        }
     }
 }
 

@@ -56,6 +56,16 @@ impl Verdict {
     pub(crate) fn refused(reason: Reason, decision: Decision) -> Self {
         Self { decision, refused: Some(reason) }
     }
+
+    /// In one word.
+    pub(crate) fn name(&self) -> &'static str {
+        match self.refused {
+            None => "allowed",
+            Some(Reason::Denied | Reason::StoreFailed { .. }) => "denied",
+            Some(Reason::TooDear) => "too_dear",
+            Some(Reason::NoKey(_)) => "no_key",
+        }
+    }
 }
 
 impl Rejection {

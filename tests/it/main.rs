@@ -45,6 +45,7 @@ macro_rules! on_both_stores {
 mod log;
 #[path = "../support/proxy.rs"]
 mod proxy;
+#[cfg(feature = "metrics")]
 #[path = "../support/recorder.rs"]
 mod recorder;
 #[path = "../support/server.rs"]
@@ -66,6 +67,7 @@ mod http_contract;
 mod identity;
 mod losses;
 mod memory;
+#[cfg(feature = "metrics")]
 mod metrics;
 mod outbound;
 mod outbound_faults;
