@@ -43,6 +43,13 @@ pub trait Cost: Send + Sync + 'static {
     fn largest(&self) -> Option<(u64, String)> {
         None
     }
+
+    /// The template of the route that a request is for, where no router has matched one: a label of the `metrics` feature.
+    /// Of a few texts that are known in advance; never anything that a client has written.
+    fn template(&self, parts: &Parts) -> Option<&str> {
+        let _ = parts;
+        None
+    }
 }
 
 impl<F> Cost for F
@@ -52,6 +59,31 @@ where
     fn cost(&self, parts: &Parts) -> u64 {
         self(parts)
     }
+}
+
+/// The method whose costs count: `HEAD` costs what `GET` costs.
+fn method_of(parts: &Parts) -> &Method {
+    if parts.method == Method::HEAD { &Method::GET } else { &parts.method }
+}
+
+/// The template that the router has matched, where there is one.
+#[cfg(feature = "axum")]
+pub(crate) fn matched(parts: &Parts) -> Option<&str> {
+    parts.extensions.get::<axum::extract::MatchedPath>().map(axum::extract::MatchedPath::as_str)
+}
+
+#[cfg(not(feature = "axum"))]
+pub(crate) fn matched(_: &Parts) -> Option<&str> {
+    None
+}
+
+/// The full path: inside a `nest` the router has cut the prefix from the one in the URI.
+fn path_of(parts: &Parts) -> &str {
+    #[cfg(feature = "axum")]
+    if let Some(original) = parts.extensions.get::<axum::extract::OriginalUri>() {
+        return original.path();
+    }
+    parts.uri.path()
 }
 
 /// Whether a request is a CORS preflight, which browsers send by themselves.
@@ -238,9 +270,14 @@ impl CostTable {
 
     /// What the most specific template that matches the path says.
     fn find_path(&self, method: &Method, path: &str) -> Option<Found> {
+        self.match_path(method, path)?.find(method)
+    }
+
+    /// The most specific template that matches the path and has a cost for the method.
+    fn match_path(&self, method: &Method, path: &str) -> Option<&Template> {
         let router = self.by_path.iter().find(|(known, _)| known == method).map(|(_, router)| router);
         let found = router.unwrap_or(&self.by_path_any).at(path).ok()?;
-        self.templates[*found.value].find(method)
+        Some(&self.templates[*found.value])
     }
 
     /// What the most specific template says that a lenient server may find for the path; where that is two that differ
@@ -259,18 +296,12 @@ impl CostTable {
         if self.templates.is_empty() {
             return charge(None);
         }
-        let method = if parts.method == Method::HEAD { &Method::GET } else { &parts.method };
+        let method = method_of(parts);
         #[cfg(feature = "axum")]
-        let path = {
-            if let Some(template) = parts.extensions.get::<axum::extract::MatchedPath>() {
-                return charge(self.find_template(method, template.as_str()));
-            }
-            // Inside a `nest` the router has cut the prefix from the path.
-            let original = parts.extensions.get::<axum::extract::OriginalUri>();
-            original.map_or(parts.uri.path(), |original| original.path())
-        };
-        #[cfg(not(feature = "axum"))]
-        let path = parts.uri.path();
+        if let Some(template) = matched(parts) {
+            return charge(self.find_template(method, template));
+        }
+        let path = path_of(parts);
         let strict = charge(self.find_path(method, path));
         if !self.ambiguous && !lenient::is_ambiguous(path) {
             return strict;
@@ -292,6 +323,10 @@ impl Cost for CostTable {
 
     fn preflight_cost(&self, parts: &Parts) -> u64 {
         self.most(parts, |found| found.filter(|found| found.own).map_or(0, |found| found.cost))
+    }
+
+    fn template(&self, parts: &Parts) -> Option<&str> {
+        self.match_path(method_of(parts), path_of(parts)).map(|template| &*template.text)
     }
 
     fn largest(&self) -> Option<(u64, String)> {

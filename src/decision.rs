@@ -68,6 +68,20 @@ pub enum Source {
     Layer,
 }
 
+impl Source {
+    /// In one word.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Store => "store",
+            Self::Remembered => "remembered",
+            Self::Local => "local",
+            Self::Exempt => "exempt",
+            Self::Policy => "policy",
+            Self::Layer => "layer",
+        }
+    }
+}
+
 /// The store's answer to all charges of a request.
 ///
 /// It is in the extensions of every request that reaches the inner service, where a handler can read it, and of every

@@ -15,10 +15,12 @@ use tower_service::Service;
 use crate::charge::Charges;
 use crate::decision::Decision;
 use crate::headers::write_fields;
+use crate::metrics::{Began, End};
 use crate::rejection::{Reason, Rejection, ResponseForRejection, Verdict, respond};
 use crate::settings::Shared;
 use crate::settle::Settle;
 use crate::store::Store;
+use crate::{log, metrics};
 
 pin_project! {
     /// The response to come of [`TokenBucket`](crate::TokenBucket).
@@ -53,6 +55,7 @@ pin_project! {
         Acquiring {
             #[pin]
             acquire: A,
+            began: Began,
             // Made when the store does not answer at once.
             deadline: Option<Pin<Box<Sleep>>>,
         },
@@ -104,24 +107,31 @@ where
                 match this.state.as_mut().project() {
                     // Asking => Acquiring, but for a store that answers at once.
                     StateProject::Asking => {
+                        let began = Began::now();
                         *this.decision = settings.checks.acquire_at_once(this.charges);
                         if let Some(decision) = &*this.decision {
+                            began.ended(End::Answered);
                             settings.checks.failures.answered();
                             break (!decision.is_allowed()).then_some(Reason::Denied);
                         }
                         let acquire = settings.checks.acquire(this.charges);
-                        this.state.set(State::Acquiring { acquire, deadline: None });
+                        this.state.set(State::Acquiring { acquire, began, deadline: None });
                     }
-                    StateProject::Acquiring { acquire, deadline } => {
+                    StateProject::Acquiring { acquire, began, deadline } => {
                         let Verdict { decision, refused } = match acquire.poll(cx) {
                             Poll::Ready(Ok(decision)) => {
+                                began.ended(End::Answered);
                                 settings.checks.failures.answered();
                                 Verdict::of(decision)
                             }
-                            Poll::Ready(Err(error)) => settings.checks.fail(this.charges, &error),
+                            Poll::Ready(Err(error)) => {
+                                began.ended(End::Failed);
+                                settings.checks.fail(this.charges, &error)
+                            }
                             Poll::Pending => {
                                 let sleep = || Box::pin(tokio::time::sleep(settings.checks.deadline));
                                 ready!(deadline.get_or_insert_with(sleep).as_mut().poll(cx));
+                                began.ended(End::Late);
                                 settings.checks.late(this.charges)
                             }
                         };
@@ -135,6 +145,8 @@ where
             let (Some(decision), Some(parts)) = (&*this.decision, &mut *this.parts) else {
                 panic!("polled after completion")
             };
+            metrics::decided(decision, reason.as_ref(), this.charges, parts, &settings.limits);
+            log::decided(decision, reason.as_ref());
             if let Some(hook) = &settings.on_decision {
                 hook(decision);
             }

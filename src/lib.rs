@@ -60,6 +60,38 @@
 //! [`LimitsHandle`] replaces the limits, [`Settle`] charges what a request has really cost, [`Store::peek`],
 //! [`reset`](Store::reset) and [`penalize`](Store::penalize) are for operators.
 //!
+//! # What is seen
+//!
+//! With the feature `metrics` decisions, checks, failures and waits are series for any recorder: the module `metrics` names
+//! them all.
+//!
+//! With the feature `tracing` the decision goes to the span that a request is in, where that has declared the fields:
+//! `rate_limit.decision` (`allowed`, `denied`, `too_dear` or `no_key`), `rate_limit.limit` (the one that
+//! [bound](Decision::bound)), `rate_limit.source`, and `rate_limit.retry_after` in seconds.
+//!
+//! ```
+//! # #[cfg(feature = "tracing")] {
+//! use http::Request;
+//! use tracing::{Span, field::Empty, info_span};
+//!
+//! // For `tower_http::trace::TraceLayer::make_span_with`; that layer belongs around this one.
+//! fn span<B>(request: &Request<B>) -> Span {
+//!     info_span!(
+//!         "request",
+//!         method = %request.method(),
+//!         rate_limit.decision = Empty,
+//!         rate_limit.limit = Empty,
+//!         rate_limit.source = Empty,
+//!         rate_limit.retry_after = Empty,
+//!     )
+//! }
+//! # span(&Request::new(()));
+//! # }
+//! ```
+//!
+//! A refusal is also an event at DEBUG with the same fields; a reload is one at INFO, and a store that fails and a breaker
+//! that opens are at WARN. No event, field or label holds a credential or an identity.
+//!
 //! # The sender's side
 //!
 //! [`outbound`] waits for tokens before a peer is called, and obeys what the peer says.
@@ -82,7 +114,9 @@
 //! | `axum` | the peer address, the matched route and the original path that axum knows | yes |
 //! | `redis` | `RedisStore` | yes |
 //! | `rustls` | TLS to Redis | |
-//! | `tracing` | events instead of the few lines on stderr | |
+//! | `tracing` | events instead of the few lines on stderr, and fields on the current span | |
+//! | `metrics` | `metrics`: counters, gauges and histograms, for any recorder | |
+//! | `ratelimit-fields` | the sender's side reads a peer's `RateLimit` fields | |
 //! | `serde` | `config`: limits from a file | |
 //! | `conformance` | `conformance`: tests and the exact model for those who write a store | |
 #![cfg_attr(docsrs, feature(doc_cfg))]
@@ -90,6 +124,10 @@
 mod error;
 mod few;
 mod log;
+#[cfg(feature = "metrics")]
+pub mod metrics;
+#[cfg(not(feature = "metrics"))]
+mod metrics;
 mod quota;
 mod text;
 

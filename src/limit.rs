@@ -8,7 +8,7 @@ use http::request::Parts;
 
 use crate::charge::{Amount, Charge, Charges, LimitName};
 use crate::client_ip::ClientIp;
-use crate::cost::{Cost, CostTable, is_preflight};
+use crate::cost::{Cost, CostTable, is_preflight, matched};
 use crate::error::{ConfigError, or_panic};
 use crate::failure::OnStoreFailure;
 use crate::key::{BucketKey, KeyExtractor, NoKey};
@@ -237,6 +237,11 @@ impl Limits {
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Limit> {
         self.limits.iter()
+    }
+
+    /// The template of the route that a request is for: the router's own match, or that of the first limit that knows one.
+    pub(crate) fn template<'a>(&'a self, parts: &'a Parts) -> Option<&'a str> {
+        matched(parts).or_else(|| self.iter().find_map(|limit| limit.cost.template(parts)))
     }
 
     /// Asks each limit for its charge: the key is only looked for where there is a cost.

@@ -58,6 +58,18 @@ impl Verdict {
     }
 }
 
+impl Reason {
+    /// What became of a request, in one word.
+    pub(crate) fn name(refused: Option<&Self>) -> &'static str {
+        match refused {
+            None => "allowed",
+            Some(Self::Denied | Self::StoreFailed { .. }) => "denied",
+            Some(Self::TooDear) => "too_dear",
+            Some(Self::NoKey(_)) => "no_key",
+        }
+    }
+}
+
 impl Rejection {
     pub(crate) fn new(reason: Reason, decision: Decision, request: &Parts) -> Self {
         let content_type = request.headers.get(CONTENT_TYPE);

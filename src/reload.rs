@@ -7,6 +7,7 @@ use arc_swap::{ArcSwap, Guard};
 
 use crate::error::ConfigError;
 use crate::limit::{Limit, Limits};
+use crate::{log, metrics};
 
 /// Replaces the limits of a running layer, for all its clones and services: what
 /// [`TokenBucketLayer::handle`](crate::TokenBucketLayer::handle) returns. Cloning it is cheap.
@@ -34,6 +35,7 @@ pub struct LimitsHandle {
 
 impl LimitsHandle {
     pub(crate) fn new(limits: Limits) -> Self {
+        metrics::limits_are(&limits);
         Self { current: Arc::new(ArcSwap::from_pointee(limits)) }
     }
 
@@ -45,7 +47,10 @@ impl LimitsHandle {
     /// but for their case.
     pub fn replace(&self, limits: impl IntoIterator<Item = Limit>) -> Result<(), ConfigError> {
         let limits = self.now().replaced(limits)?;
+        metrics::limits_are(&limits);
         self.current.store(Arc::new(limits));
+        metrics::reloaded();
+        log::info!("the limits of a layer are replaced: {self:?}");
         Ok(())
     }
 

@@ -15,6 +15,7 @@ use crate::checks::Checks;
 use crate::error::{ConfigError, or_panic};
 use crate::failure::{OnStoreFailure, RETRY_AFTER};
 use crate::key::BucketKey;
+use crate::metrics::{self, Began, End};
 use crate::pace::{AdaptiveRate, PaceAsk, PaceReply, PaceSettings};
 use crate::store::Store;
 use crate::store::memory::MemoryStore;
@@ -107,6 +108,7 @@ impl<St: Store> Limiter<St> {
     ///
     /// [`AcquireError::StoreFailed`], under [`OnStoreFailure::Deny`].
     pub async fn refused(&self, key: BucketKey, retry_after: Option<Duration>) -> Result<(), AcquireError> {
+        metrics::refused(self.shared.limit.as_str());
         let ask = PaceAsk::Refused { hint_us: retry_after.map(micros), random_ppm: (random() * 1e6) as u64 };
         self.cool_down(key, ask, Event::Refused).await
     }
@@ -197,7 +199,10 @@ impl<St: Store> Shared<St> {
         let Adaptive { settings, rates, heard, .. } = adaptive;
         let deadline = self.checks.deadline;
         let pacing = Pacing { limit: self.limit.clone(), key, settings: *settings, ask };
-        match timeout(deadline, rates.pace(pacing, deadline)).await {
+        let began = Began::now();
+        let answer = timeout(deadline, rates.pace(pacing, deadline)).await;
+        began.ended(End::of(&answer));
+        match answer {
             Ok(Ok(reply)) => {
                 self.checks.failures.answered();
                 if rates.may_fail() {

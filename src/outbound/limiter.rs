@@ -19,6 +19,7 @@ use crate::decision::Source;
 use crate::error::{ConfigError, or_panic};
 use crate::failure::{OnStoreFailure, RETRY_AFTER};
 use crate::key::BucketKey;
+use crate::metrics::{self, Began, End};
 use crate::pace::PaceAsk;
 use crate::quota::Quota;
 use crate::rejection::{Reason, Verdict};
@@ -115,6 +116,7 @@ impl<St: Store> Limiter<St> {
             adaptive: None,
             watcher: Watcher::default(),
         };
+        metrics::limit_is(limit, quota);
         Ok(Self { shared: Arc::new(shared) })
     }
 }
@@ -264,6 +266,7 @@ impl<St: Store> Limiter<St> {
             return Ok(Duration::ZERO);
         }
         let result = self.shared.wait(key, cost, max_wait).await;
+        metrics::waited(self.shared.limit.as_str(), cost, &result);
         self.shared.watcher.tell(&key, || match &result {
             Ok(waited) => Event::Acquired { cost, waited: *waited },
             Err(error) => Event::NotAcquired(error.clone()),
@@ -343,7 +346,10 @@ impl<St: Store> Shared<St> {
         }
         let charges = [Charge::new(self.limit.clone(), key, self.quota, Amount::Take(cost))];
         let is_dear = self.checks.on_store_failure == OnStoreFailure::Local && first > share;
-        let Verdict { decision, refused } = match timeout(self.checks.deadline, self.checks.acquire(&charges)).await {
+        let began = Began::now();
+        let answer = timeout(self.checks.deadline, self.checks.acquire(&charges)).await;
+        began.ended(End::of(&answer));
+        let Verdict { decision, refused } = match answer {
             Ok(Ok(decision)) => {
                 self.checks.failures.answered();
                 Verdict::of(decision)

@@ -17,12 +17,12 @@ use crate::charge::Charge;
 use crate::decision::{Decision, Reply};
 use crate::error::ConfigError;
 use crate::key::BucketKey;
-use crate::log;
 use crate::outbound::{AdaptiveStore, Paced, Pacer, Pacing, Rates};
 use crate::pace::{self, Pace, PaceReply};
 use crate::quota::Quota;
 use crate::store::Store;
 use crate::store::paces::Paces;
+use crate::{log, metrics};
 
 /// Fewest and most locks over disjoint parts of the buckets: powers of two.
 const SHARDS: (usize, usize) = (64, 1 << 12);
@@ -72,6 +72,7 @@ struct Shared {
     shards: Box<[Mutex<Shard>]>,
     buckets_per_shard: usize,
     overflowed: AtomicU64,
+    held: metrics::Held,
     /// Buckets whose rate adapts.
     paces: Mutex<Paces>,
 }
@@ -160,6 +161,7 @@ impl MemoryStore {
             // No more than there are numbers of places.
             buckets_per_shard: buckets.div_ceil(shards).min(1 << 31),
             overflowed: AtomicU64::new(0),
+            held: metrics::Held::default(),
             paces: Mutex::new(Paces::new(buckets)),
         };
         Self { shared: Arc::new(shared) }
@@ -309,22 +311,26 @@ impl Shared {
                 bucket.set(written);
                 return reply;
             }
-            if let Some(reply) = self.acquire_new(&mut shard, charge, name, now_us) {
+            if let Some(reply) = self.acquire_new(shard, charge, name, now_us) {
                 return reply;
             }
-            drop(shard);
             name = self.overflow(charge);
         }
     }
 
     /// The same for a bucket that is not there; `None` where there is no room for it.
     #[inline(never)]
-    fn acquire_new(&self, shard: &mut Shard, charge: &Charge, name: Name, now_us: u64) -> Option<Reply> {
-        self.make_room(shard, charge, name, &[], now_us).then(|| {
+    fn acquire_new(&self, mut shard: MutexGuard<'_, Shard>, charge: &Charge, name: Name, now_us: u64) -> Option<Reply> {
+        let before = shard.buckets;
+        let reply = self.make_room(&mut shard, charge, name, &[], now_us).then(|| {
             let (reply, written) = bucket::acquire_one(charge, None, now_us);
             shard.set(name, written);
             reply
-        })
+        });
+        let more = shard.buckets as isize - before as isize;
+        drop(shard);
+        self.held.add(more);
+        reply
     }
 
     /// Two charges to buckets that are there, in different shards: what [`acquire_all`](Self::acquire_all) does, without
@@ -362,6 +368,9 @@ impl Shared {
             shards.sort_unstable();
             shards.dedup();
             let mut locked: SmallVec<[_; 4]> = shards.iter().map(|shard| lock(&self.shards[*shard])).collect();
+            let buckets =
+                |locked: &[MutexGuard<'_, Shard>]| locked.iter().map(|shard| shard.buckets as isize).sum::<isize>();
+            let held = buckets(&locked);
             let of = |name: Name| shards.binary_search(&self.shard(name)).unwrap_or(0);
 
             let mut slots: SmallVec<[usize; 4]> = SmallVec::new();
@@ -376,6 +385,9 @@ impl Shared {
                 let shard = &mut locked[of(name)];
                 let found = shard.find(name);
                 if found.is_none() && !self.make_room(shard, charge, name, &unique, now_us) {
+                    let more = buckets(&locked) - held;
+                    drop(locked);
+                    self.held.add(more);
                     names[i] = self.overflow(charge);
                     continue 'overflow;
                 }
@@ -390,6 +402,9 @@ impl Shared {
                     locked[of(name)].set(name, state);
                 }
             }
+            let more = buckets(&locked) - held;
+            drop(locked);
+            self.held.add(more);
             return replies;
         }
     }
@@ -419,6 +434,7 @@ impl Shared {
     }
 
     fn count_overflow(&self) {
+        metrics::overflowed();
         if self.overflowed.fetch_add(1, Ordering::Relaxed) == 0 {
             let most = self.buckets_per_shard * self.shards.len();
             log::warning!(

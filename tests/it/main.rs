@@ -45,6 +45,9 @@ macro_rules! on_both_stores {
 mod log;
 #[path = "../support/proxy.rs"]
 mod proxy;
+#[cfg(feature = "metrics")]
+#[path = "../support/recorder.rs"]
+mod recorder;
 #[path = "../support/server.rs"]
 mod server;
 #[path = "../support/topology.rs"]
@@ -64,6 +67,8 @@ mod http_contract;
 mod identity;
 mod losses;
 mod memory;
+#[cfg(feature = "metrics")]
+mod metrics;
 mod outbound;
 mod outbound_faults;
 mod pace;

@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use crate::metrics;
+
 /// Failures in a row that open the breaker.
 const FAILURES: u32 = 5;
 /// How long it is open at first. Each probe that fails doubles that, up to [`PAUSE_MAX`].
@@ -50,6 +52,8 @@ pub(super) struct Breaker {
     /// The operator has been told that it opened, and not yet that all is well.
     told: AtomicBool,
     state: Mutex<State>,
+    /// The server's address.
+    node: Box<str>,
 }
 
 #[derive(Debug)]
@@ -79,9 +83,17 @@ pub(super) enum Change {
 }
 
 impl Breaker {
-    pub(super) fn new(now: Instant) -> Self {
+    /// Of the server with that address.
+    pub(super) fn new(node: &str, now: Instant) -> Self {
+        metrics::breaker_is(node, Health::Closed);
         let state = State { health: Health::Closed, probe_at: now, pause: PAUSE, since: now, closed: now };
-        Self { failures: AtomicU32::new(0), told: AtomicBool::new(false), state: Mutex::new(state) }
+        Self { failures: AtomicU32::new(0), told: AtomicBool::new(false), state: Mutex::new(state), node: node.into() }
+    }
+
+    /// Changes the state, when all else is done. Under its lock, so that the last state is told last.
+    fn set(&self, state: &mut State, health: Health) {
+        state.health = health;
+        metrics::breaker_is(&self.node, health);
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -101,8 +113,8 @@ impl Breaker {
             match state.health {
                 Health::Closed => {}
                 Health::Open | Health::Probing if now >= state.probe_at => {
-                    state.health = Health::Probing;
                     state.probe_at = now + PROBE_MAX;
+                    self.set(&mut state, Health::Probing);
                     return Ok(Ticket { began: now, probe: true });
                 }
                 Health::Open => return Err(state.probe_at - now),
@@ -133,9 +145,9 @@ impl Breaker {
         }
         let mut state = self.state();
         if ticket.probe {
-            state.health = Health::Closed;
             state.closed = Instant::now();
             self.failures.store(0, Ordering::Relaxed);
+            self.set(&mut state, Health::Closed);
             return None;
         }
         // An answer that was on its way when the breaker opened does not close it.
@@ -155,9 +167,9 @@ impl Breaker {
     pub(super) fn failed(&self, ticket: Ticket, now: Instant) -> Option<Change> {
         let mut state = self.state();
         if ticket.probe {
-            state.health = Health::Open;
             state.pause = (state.pause * 2).min(PAUSE_MAX);
             state.probe_at = now + state.pause;
+            self.set(&mut state, Health::Open);
             return None;
         }
         if state.health != Health::Closed {
@@ -172,7 +184,8 @@ impl Breaker {
         let is_told = self.told.swap(true, Ordering::Relaxed);
         let pause = if is_told { (state.pause * 2).min(PAUSE_MAX) } else { PAUSE };
         let since = if is_told { state.since } else { ticket.began };
-        *state = State { health: Health::Open, probe_at: now + pause, pause, since, ..*state };
+        *state = State { probe_at: now + pause, pause, since, ..*state };
+        self.set(&mut state, Health::Open);
         (!is_told).then_some(Change::Opened)
     }
 
@@ -180,8 +193,8 @@ impl Breaker {
     pub(super) fn said_nothing(&self, ticket: Ticket, now: Instant) {
         if ticket.probe {
             let mut state = self.state();
-            state.health = Health::Open;
             state.probe_at = now;
+            self.set(&mut state, Health::Open);
         }
     }
 }
@@ -201,7 +214,7 @@ mod tests {
     /// A breaker that has just opened, and when.
     fn opened() -> (Breaker, Instant) {
         let now = Instant::now();
-        let breaker = Breaker::new(now);
+        let breaker = Breaker::new("", now);
         for i in 1..=FAILURES {
             let change = breaker.failed(breaker.enter(now).unwrap(), now);
             assert_eq!(change, (i == FAILURES).then_some(Change::Opened));
@@ -213,7 +226,7 @@ mod tests {
     #[test]
     fn a_few_failures_in_a_row_open_it_and_an_answer_between_them_does_not() {
         let now = Instant::now();
-        let breaker = Breaker::new(now);
+        let breaker = Breaker::new("", now);
         for _ in 0..10 {
             for _ in 1..FAILURES {
                 assert_eq!(breaker.failed(breaker.enter(now).unwrap(), now), None);
@@ -284,7 +297,7 @@ mod tests {
     #[test]
     fn what_was_on_its_way_when_it_opened_neither_closes_nor_reopens_it() {
         let now = Instant::now();
-        let breaker = Breaker::new(now);
+        let breaker = Breaker::new("", now);
         let early: Vec<_> = (0..FAILURES + 2).map(|_| breaker.enter(now).unwrap()).collect();
         for ticket in &early[..FAILURES as usize] {
             breaker.failed(*ticket, now);

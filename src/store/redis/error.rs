@@ -8,6 +8,8 @@ use std::time::Duration;
 
 use redis::{ErrorKind, ServerErrorKind};
 
+use crate::metrics;
+
 /// Why Redis did not answer, in one line. It shows neither a password nor a bucket key: what the server quotes is left out.
 #[derive(Clone)]
 pub struct RedisError {
@@ -107,6 +109,21 @@ impl RedisErrorKind {
             return Some(Self::Configuration);
         }
         matches!(error.kind(), ErrorKind::Server(_) | ErrorKind::Extension).then_some(Self::Reply)
+    }
+
+    /// In one word.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Unreachable => "unreachable",
+            Self::BreakerOpen => "breaker_open",
+            Self::Crowded => "crowded",
+            Self::Unavailable => "unavailable",
+            Self::Configuration => "configuration",
+            Self::Bucket => "bucket",
+            Self::Lost => "lost",
+            Self::Late => "late",
+            Self::Reply => "reply",
+        }
     }
 
     fn text(self) -> &'static str {
@@ -278,6 +295,7 @@ pub(super) struct Counts([AtomicU64; RedisErrorKind::ALL.len()]);
 impl Counts {
     pub(super) fn add(&self, kind: RedisErrorKind) {
         self.0[kind as usize].fetch_add(1, Ordering::Relaxed);
+        metrics::store_failed(kind.name());
     }
 
     pub(super) fn get(&self, kind: RedisErrorKind) -> u64 {

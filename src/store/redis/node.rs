@@ -45,6 +45,15 @@ enum Link {
     Given(Arc<dyn Given>),
 }
 
+impl Link {
+    fn address(&self) -> Option<String> {
+        match self {
+            Self::Own(connection) => Some(connection.address()),
+            Self::Given(_) => None,
+        }
+    }
+}
+
 /// An open way to the server.
 pub(super) enum Wire {
     Own(Open),
@@ -143,8 +152,8 @@ impl Node {
 
     fn new(link: Link, counts: Arc<Counts>) -> Self {
         Self {
+            breaker: Breaker::new(&link.address().unwrap_or_else(|| "given".to_owned()), Instant::now()),
             link,
-            breaker: Breaker::new(Instant::now()),
             places: Arc::new(Semaphore::new(ON_THE_WIRE)),
             waiting: AtomicUsize::new(0),
             gather: Gather::new(Instant::now()),
@@ -167,10 +176,7 @@ impl Node {
     }
 
     pub(super) fn address(&self) -> Option<String> {
-        match &self.link {
-            Link::Own(connection) => Some(connection.address()),
-            Link::Given(_) => None,
-        }
+        self.link.address()
     }
 
     /// The address that this node gives, with its own host where it leaves that out.
