@@ -195,13 +195,6 @@ fn value<const N: usize>(item: &Text<N>) -> HeaderValue {
     HeaderValue::from_bytes(item.as_bytes()).unwrap_or(HeaderValue::from_static(""))
 }
 
-/// Sets a field that is not there. It is looked for first, since an entry costs more than the second look.
-pub(crate) fn insert_missing(headers: &mut HeaderMap, name: HeaderName, value: impl FnOnce() -> HeaderValue) {
-    if !headers.contains_key(&name) {
-        headers.insert(name, value());
-    }
-}
-
 fn write_legacy(headers: &mut HeaderMap, decision: &Decision, since_1970: bool) {
     let Some(outcome) = decision.bound() else { return };
     let (Some(remaining), Some(reset_after)) = (outcome.remaining(), outcome.reset_after()) else { return };
@@ -217,6 +210,6 @@ fn write_legacy(headers: &mut HeaderMap, decision: &Decision, since_1970: bool) 
         (X_RATELIMIT_REMAINING, remaining),
         (X_RATELIMIT_RESET, reset),
     ] {
-        insert_missing(headers, name, || number_value(number));
+        headers.entry(name).or_insert_with(|| number_value(number));
     }
 }

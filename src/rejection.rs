@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 use std::time::Duration;
 
 use crate::decision::Decision;
-use crate::headers::{HeaderStyle, insert_missing, number_value, seconds, write_fields};
+use crate::headers::{HeaderStyle, number_value, seconds, write_fields};
 use crate::key::NoKey;
 use crate::text::Text;
 
@@ -325,6 +325,14 @@ pub(crate) fn respond<B>(how: &impl ResponseForRejection<B>, rejection: Rejectio
     response
 }
 
+/// Sets a field of a well-known name that is not there. It is looked for first: such a name is found so quickly that an
+/// entry costs more than the second look.
+fn insert_missing(headers: &mut HeaderMap, name: HeaderName, value: impl FnOnce() -> HeaderValue) {
+    if !headers.contains_key(&name) {
+        headers.insert(name, value());
+    }
+}
+
 fn add_missing(headers: &mut HeaderMap, rejection: &Rejection) {
     let wait = rejection.retry_after();
     if rejection.is_grpc() {
@@ -334,7 +342,7 @@ fn add_missing(headers: &mut HeaderMap, rejection: &Rejection) {
             (None, _) => None,
         };
         if let Some(value) = pushback.and_then(|text| HeaderValue::from_bytes(text.as_bytes()).ok()) {
-            insert_missing(headers, GRPC_PUSHBACK, || value);
+            headers.entry(GRPC_PUSHBACK).or_insert(value);
         }
     } else if let Some(wait) = wait {
         insert_missing(headers, RETRY_AFTER, || number_value(seconds(wait)));
