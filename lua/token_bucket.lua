@@ -142,9 +142,12 @@ elseif total > 2 and total <= 8 and ARGV[1] == '1' and ARGV[2] + 0 == total then
         for j = 1, i - 1 do usual = usual and KEYS[j] ~= KEYS[i] end
         a = a + 5
     end
-    if usual then levels = call('MGET', unpack(KEYS)) end
+    if usual then
+        levels = call('MGET', unpack(KEYS))
+        usual = not levels.err
+    end
     for i = 1, usual and total or 0 do
-        -- No bucket, or no string, or no MGET.
+        -- No bucket, or no string.
         if not levels[i] then
             local value = call('GET', KEYS[i])
             usual = usual and not (value and value.err)

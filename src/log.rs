@@ -40,6 +40,10 @@ pub(crate) use {error, info, warning};
 /// refusal is an event.
 #[cfg(feature = "tracing")]
 pub(crate) fn decided(decision: &Decision, refused: Option<&Reason>) {
+    // Whoever has the feature and no subscriber pays for a look at one number.
+    if !tracing::dispatcher::has_been_set() {
+        return;
+    }
     let (name, source) = (Reason::name(refused), decision.source().name());
     let retry_after = match refused {
         Some(Reason::StoreFailed { retry_after }) => Some(*retry_after),

@@ -146,8 +146,9 @@ async fn a_look_and_a_debt_are_always_asked() {
     denied_by(&ask(&store, &take(tokens(2), 2)).await, Source::Store);
     assert_eq!(store.peek(&limit, key()).await.unwrap().source(), Source::Store);
     assert_eq!(store.penalize(&limit, key(), 1).await.unwrap().source(), Source::Store);
-    let decision = ask(&store, &take(tokens(2), 2)).await;
-    denied_by(&decision, Source::Remembered);
+    // A debt makes the wait longer.
+    denied_by(&ask(&store, &take(tokens(2), 2)).await, Source::Store);
+    denied_by(&ask(&store, &take(tokens(2), 2)).await, Source::Remembered);
 }
 
 #[tokio::test]

@@ -55,6 +55,7 @@ mod topology;
 
 mod allocations;
 mod arithmetic;
+mod breakage;
 #[cfg(target_os = "linux")]
 mod clock;
 mod denials;

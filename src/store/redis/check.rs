@@ -54,6 +54,13 @@ pub(super) struct Acquire {
     pub(super) charges: Charges,
 }
 
+impl Acquire {
+    /// The slot of its first bucket.
+    pub(super) fn slot(&self) -> usize {
+        self.charges.first().map_or(0, |charge| self.script.slot(charge))
+    }
+}
+
 impl Call for Acquire {
     type Answer = Decision;
 
@@ -407,10 +414,8 @@ impl<C: Call> Drop for Check<C> {
             // What is on the wire keeps its place until it is answered, so that no more than so many are ever charged
             // after their callers have gone.
             (Stage::Asking(asking, generation), Ok(runtime)) => {
-                let asking = async move {
-                    asking.await;
-                    true
-                };
+                // An error says nothing good of the server, though nobody is there to hear it.
+                let asking = async move { matches!(asking.await, Asked::Answered(Ok(_))) };
                 runtime.spawn(Arc::clone(&self.node).attend(asking, generation, late(generation)));
                 return;
             }

@@ -65,8 +65,8 @@ struct Denial {
 pub(super) struct Noted {
     denials: Arc<Denials>,
     buckets: SmallVec<[Bucket; 2]>,
-    /// When it was sent, where the answer may be a denial to remember. Else it gives tokens, which ends denials: those
-    /// of questions that were sent before it was answered, too.
+    /// When it was sent, where the answer may be a denial to remember. Else it gives tokens, or makes a debt, which ends
+    /// denials: those of questions that were sent before it was answered, too.
     sent: Option<Instant>,
 }
 
@@ -107,8 +107,11 @@ impl Denials {
     }
 
     /// Notes what is asked now, if its answer matters.
-    pub(super) fn ask(self: &Arc<Self>, charges: &[Charge], now: Instant) -> Option<Noted> {
-        let gives = charges.iter().any(|charge| matches!(charge.amount(), Amount::Give(_)));
+    ///
+    /// What is charged in turn, and given back where a later one refuses, gives tokens as well.
+    pub(super) fn ask(self: &Arc<Self>, charges: &[Charge], in_turn: bool, now: Instant) -> Option<Noted> {
+        let changes = |charge: &Charge| matches!(charge.amount(), Amount::Give(_) | Amount::Spend(_));
+        let gives = in_turn || charges.iter().any(changes);
         let is_twice = |i: usize| {
             let is_one = |one: &Charge| one.key() == charges[i].key() && one.limit() == charges[i].limit();
             charges[..i].iter().any(is_one)

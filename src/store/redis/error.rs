@@ -205,6 +205,12 @@ pub(super) enum Redirect {
 pub(super) type Address = (String, u16);
 
 impl RedisError {
+    /// Whether a call has named keys of several slots: nothing ran.
+    pub(super) fn is_cross_slot(&self) -> bool {
+        let kind = self.source.as_ref().map(|source| source.kind());
+        kind == Some(ErrorKind::Server(ServerErrorKind::CrossSlot))
+    }
+
     pub(super) fn redirect(&self) -> Option<Redirect> {
         let source = self.source.as_ref()?;
         if source.kind() == ErrorKind::Server(ServerErrorKind::TryAgain) {

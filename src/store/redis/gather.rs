@@ -9,6 +9,7 @@ use std::convert::Infallible;
 use std::future::{Future, poll_fn};
 use std::mem;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -31,13 +32,15 @@ const KEYS_MAX: usize = 4000;
 /// A call that takes longer no longer keeps others waiting: another goes beside it.
 const HOLD: Duration = Duration::from_millis(2);
 /// The same for a carrier that does not come to send, such as one that nobody runs.
-const HOLD_UNSENT: Duration = Duration::from_millis(300);
+const HOLD_UNSENT: Duration = Duration::from_millis(10);
 
 /// Those that wait on one server.
 pub(super) struct Gather {
     queue: Mutex<Queue>,
     /// Held while a carrier takes what waits and sends it, so that nobody overtakes an earlier check.
     order: Mutex<()>,
+    /// The server has slots, though it was not named as one of a cluster.
+    by_slot: AtomicBool,
 }
 
 struct Queue {
@@ -86,7 +89,7 @@ pub(super) enum Joined<C: Call> {
 impl Gather {
     pub(super) fn new(now: Instant) -> Self {
         let queue = Queue { waiting: BTreeMap::new(), next: 0, carriers: 0, held_until: now };
-        Self { queue: Mutex::new(queue), order: Mutex::new(()) }
+        Self { queue: Mutex::new(queue), order: Mutex::new(()), by_slot: AtomicBool::new(false) }
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue> {
@@ -156,7 +159,7 @@ impl<C: Call> Waiting<C> {
     pub(super) fn leave(self) -> Option<impl Future<Output = bool> + Send + 'static> {
         let Self { node, number, told, _caller } = self;
         let left = node.gather.queue().waiting.remove(&number);
-        left.is_none().then_some(async { told.await.is_ok() })
+        left.is_none().then_some(async { matches!(told.await, Ok(Told::End(Ok(_), _))) })
     }
 }
 
@@ -276,6 +279,9 @@ impl Carrier {
             return None;
         }
         place.narrow(waiters.len());
+        if gather.by_slot.load(Ordering::Relaxed) {
+            waiters.iter_mut().for_each(|waiter| waiter.question.slot = waiter.question.call.slot());
+        }
         // In a cluster a call has the keys of one slot. Those of one slot stay in their order.
         waiters.sort_by_key(|waiter| waiter.question.slot);
         let (sent, mut asking) = calls(waiters, By::Hash, place);
@@ -344,6 +350,13 @@ impl Carrier {
                 Some(Ok(answer)) => {
                     let result = script::decision(&waiter.question.call.charges, answer, part);
                     waiter.tell(result, generation);
+                }
+                // One server of a cluster, or what stands before several: that proves that nothing ran. By itself each is
+                // within one slot, or is told the same.
+                Some(Err(error)) if error.is_cross_slot() => {
+                    self.node.gather.by_slot.store(true, Ordering::Relaxed);
+                    let question = Question { way: Way::Alone, ..waiter.question };
+                    let _ = waiter.told.send(Told::Again(question));
                 }
                 Some(Err(error)) => waiter.tell(Err(error.clone()), generation),
                 // Nothing is sent for one that has gone.

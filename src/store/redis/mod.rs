@@ -273,7 +273,8 @@ impl RedisStore {
     /// everything after a second, after a refund or a [reset](Store::reset) made here, and under another quota.
     /// [`Source::Remembered`](crate::Source::Remembered) tells such decisions.
     ///
-    /// A refund or a reset that another instance makes is seen a second later at the latest.
+    /// A refund or a reset that another instance makes is seen a second later at the latest. In a cluster, limits of one
+    /// request on several identities are asked each time.
     #[must_use]
     pub fn remember_denials(mut self, remember: bool) -> Self {
         self.denials = remember.then(|| Arc::new(Denials::new()));
@@ -319,7 +320,11 @@ impl RedisStore {
             if let Some(decision) = denials.recall(charges, now) {
                 return RedisAcquire { inner: Inner::Known(Some(decision)), noted };
             }
-            noted = denials.ask(charges, now);
+            let in_turn = match &self.topology {
+                Topology::Node(_) => false,
+                Topology::Cluster(_) => charges.iter().any(|charge| charge.key() != charges[0].key()),
+            };
+            noted = denials.ask(charges, in_turn, now);
         }
         let script = Arc::clone(&self.script);
         let charges = charges.iter().cloned().collect();

@@ -1,0 +1,389 @@
+//! Checks that travel together, denials that are remembered, and buckets in memory: where they do not hold.
+
+use std::future::Future;
+use std::io;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use redis::aio::ConnectionLike;
+use redis::{Cmd, RedisFuture};
+use tokio::runtime::Builder;
+use tokio::sync::Notify;
+use tokio::task::{JoinSet, yield_now};
+use tokio::time::{Instant, sleep, timeout};
+use tower_token_bucket::{
+    Amount, BucketKey, Charge, Health, Limit, LimitName, MemoryStore, Quota, RedisStore, Store, redis,
+};
+use tracing_subscriber::fmt::MakeWriter;
+use tracing_subscriber::util::SubscriberInitExt;
+
+use crate::server::Server;
+use crate::topology::Cluster;
+
+const HOUR: Duration = Duration::from_secs(3600);
+/// Longer than anything takes on a busy machine; only ever waited for when a test fails.
+const LONG: Duration = Duration::from_secs(20);
+
+/// Tokens of which none comes back while a test runs.
+fn slow(capacity: u64) -> Quota {
+    Quota::new(1, HOUR).with_capacity(capacity)
+}
+
+fn charge(limit: &str, key: BucketKey, quota: Quota, amount: Amount) -> Charge {
+    Charge::new(LimitName::try_new(limit).unwrap(), key, quota, amount)
+}
+
+fn take(limit: &str, key: BucketKey, quota: Quota) -> Charge {
+    charge(limit, key, quota, Amount::Take(1))
+}
+
+fn poll_once<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
+    Pin::new(future).poll(&mut Context::from_waker(Waker::noop()))
+}
+
+// Checks that travel together.
+
+/// One server of which a cluster is made: each request's keys share a hash tag, and so a slot; those of different requests
+/// do not. By itself each is answered, as one endpoint before several shards answers it.
+#[tokio::test]
+async fn requests_of_different_identities_on_a_server_with_slots_are_answered_also_when_they_come_together() {
+    let cluster = Cluster::start(1, 0);
+    let store = RedisStore::connect(&cluster.nodes[0].url()).await.unwrap();
+    let charges: Vec<_> = (0..20).map(|i| [take("per-client", BucketKey::id(format!("{i}")), slow(10))]).collect();
+    for charges in &charges {
+        assert!(store.acquire(charges).await.unwrap().is_allowed(), "one by one");
+    }
+    let mut checks: Vec<_> = charges.iter().map(|charges| store.acquire(charges)).collect();
+    for check in &mut checks {
+        assert!(poll_once(check).is_pending());
+    }
+    for check in checks {
+        let decision = timeout(LONG, check).await.expect("an answer");
+        assert!(decision.expect("no error that one by itself would not have had").is_allowed());
+    }
+}
+
+/// A thread of one runtime does something else for long, just after two of its checks have begun.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_runtime_that_is_busy_does_not_keep_the_checks_of_others_from_being_sent() {
+    let server = Server::start();
+    let store = RedisStore::connect(&server.url()).await.unwrap();
+    let one = [take("plenty", BucketKey::global(), slow(100_000))];
+    assert!(store.acquire(&one).await.unwrap().is_allowed());
+    let (begun, is_begun) = mpsc::channel();
+    let busy = std::thread::spawn({
+        let (store, one) = (store.clone(), one.clone());
+        move || {
+            Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+                let mut checks = [store.acquire(&one), store.acquire(&one)];
+                for check in &mut checks {
+                    assert!(poll_once(check).is_pending());
+                }
+                begun.send(()).unwrap();
+                std::thread::sleep(Duration::from_millis(600));
+                for check in checks {
+                    // Where the breaker has opened meanwhile, an error.
+                    let _ = timeout(LONG, check).await.expect("an answer");
+                }
+            });
+        }
+    });
+    tokio::task::spawn_blocking(move || is_begun.recv().unwrap()).await.unwrap();
+    let calls = server.calls("evalsha");
+    let mut late = 0;
+    for _ in 0..5 {
+        // The layer's deadline.
+        let within = Duration::from_millis(50);
+        late += u32::from(timeout(within, store.acquire_within(&one, within)).await.is_err());
+    }
+    let (calls, health) = (server.calls("evalsha") - calls, store.health());
+    tokio::task::spawn_blocking(move || busy.join().unwrap()).await.unwrap();
+    assert_eq!((late, health), (0, Health::Closed), "late of 5; {calls} calls");
+}
+
+/// Says that it is no primary; the last time only when it is let.
+#[derive(Clone, Default)]
+struct Demoted {
+    asked: Arc<Mutex<u32>>,
+    holds: Arc<Mutex<Option<Arc<Notify>>>>,
+}
+
+impl ConnectionLike for Demoted {
+    fn req_packed_command<'a>(&'a mut self, _: &'a Cmd) -> RedisFuture<'a, redis::Value> {
+        *self.asked.lock().unwrap() += 1;
+        let holds = self.holds.lock().unwrap().clone();
+        Box::pin(async move {
+            if let Some(holds) = holds {
+                holds.notified().await;
+            }
+            Err((redis::ErrorKind::Server(redis::ServerErrorKind::ReadOnly), "You can't write against a replica")
+                .into())
+        })
+    }
+
+    fn req_packed_commands<'a>(
+        &'a mut self,
+        _: &'a redis::Pipeline,
+        _: usize,
+        _: usize,
+    ) -> RedisFuture<'a, Vec<redis::Value>> {
+        unreachable!("one command at a time")
+    }
+
+    fn get_db(&self) -> i64 {
+        0
+    }
+}
+
+/// The client that made the probe hangs up before the answer comes: an error, as all before.
+#[tokio::test]
+async fn a_probe_that_is_answered_with_an_error_does_not_close_the_breaker_when_its_caller_has_gone() {
+    let connection = Demoted::default();
+    let store = RedisStore::from_connection(connection.clone());
+    let one = [take("plenty", BucketKey::global(), slow(100_000))];
+    for _ in 0..5 {
+        store.acquire(&one).await.unwrap_err();
+    }
+    assert_eq!(store.health(), Health::Open);
+    let notify = Arc::new(Notify::new());
+    *connection.holds.lock().unwrap() = Some(Arc::clone(&notify));
+    sleep(Duration::from_millis(150)).await;
+    let mut probe = store.acquire_within(&one, LONG);
+    assert!(poll_once(&mut probe).is_pending());
+    assert_eq!(*connection.asked.lock().unwrap(), 6, "the probe is sent");
+    drop(probe);
+    notify.notify_one();
+    sleep(Duration::from_millis(20)).await;
+    assert_ne!(store.health(), Health::Closed, "nothing but errors was ever answered");
+}
+
+/// A user that may not call MGET is told so, and no bucket is made full.
+#[tokio::test]
+async fn an_error_for_a_right_that_is_missing_has_written_nothing() {
+    let server = Server::start();
+    let mut acl = vec!["ACL", "SETUSER", "limiter", "on", ">password", "~tb:v1:*"];
+    acl.extend("-@all +evalsha +eval +time +get +set".split(' '));
+    server.query(&acl);
+    let store = RedisStore::connect(&server.url().replace("redis://", "redis://limiter:password@")).await.unwrap();
+    let charges: Vec<_> = ["a", "b", "c"].map(|limit| take(limit, BucketKey::global(), slow(2))).into();
+    store.acquire(&charges).await.unwrap_err();
+    assert_eq!(server.keys(), Vec::<String>::new());
+}
+
+/// One of two slots in a pipeline has moved: those of the other are charged once.
+#[tokio::test]
+async fn a_slot_that_has_moved_is_no_matter_of_others_in_the_same_pipeline() {
+    let cluster = Cluster::start(2, 0);
+    let store = RedisStore::cluster(cluster.urls()).await.unwrap();
+    let slot_of = |key: &BucketKey| cluster.slot(&format!("{{{key}}}"));
+    let mut keys = (0..).map(|i| BucketKey::id(format!("several {i}")));
+    let mut on_the_first = || keys.find(|key| cluster.slots(0).contains(&slot_of(key))).unwrap();
+    let (stays, moves, bad) = (on_the_first(), on_the_first(), on_the_first());
+    let of = |key| [take("slots", key, slow(1000))];
+    for key in [stays, moves] {
+        assert!(store.acquire(&of(key)).await.unwrap().is_allowed());
+    }
+    cluster.begin_move(slot_of(&moves), 0, 1);
+    cluster.move_key(&format!("tb:v1:{{{moves}}}:slots"), 0, 1);
+    cluster.end_move(slot_of(&moves), 0, 1);
+    cluster.nodes[0].query(&["LPUSH", &format!("tb:v1:{{{bad}}}:slots"), "a"]);
+    let asked: Vec<_> = (0..30).map(|i| of([stays, moves, bad][i % 3])).collect();
+    let mut checks: Vec<_> = asked.iter().map(|charges| store.acquire_within(charges, LONG)).collect();
+    checks.iter_mut().for_each(|check| assert!(poll_once(check).is_pending()));
+    for (i, check) in checks.into_iter().enumerate() {
+        let result = timeout(LONG, check).await.expect("an answer");
+        assert_eq!(result.is_ok_and(|decision| decision.is_allowed()), i % 3 < 2, "{i}");
+    }
+    for key in [stays, moves] {
+        assert_eq!(store.acquire(&of(key)).await.unwrap().remaining(), Some(1000 - 12));
+    }
+}
+
+/// As many keys as a call may have, and more for one request.
+#[tokio::test]
+async fn requests_with_very_many_limits_share_calls() {
+    let server = Server::start();
+    let store = RedisStore::connect(&server.url()).await.unwrap();
+    for limits in [62, 63, 500, 4001] {
+        let charges: Vec<_> =
+            (0..limits).map(|i| take(&format!("{limits}-{i}"), BucketKey::global(), slow(1000))).collect();
+        let mut checks: Vec<_> = (0..66).map(|_| store.acquire_within(&charges, LONG)).collect();
+        checks.iter_mut().for_each(|check| assert!(poll_once(check).is_pending()));
+        for check in checks {
+            let decision = timeout(LONG, check).await.expect("an answer").unwrap();
+            assert!(decision.is_allowed() && decision.outcomes().len() == limits);
+        }
+        assert_eq!(store.acquire(&charges).await.unwrap().remaining(), Some(1000 - 67));
+    }
+}
+
+// Denials that are remembered.
+
+/// Limits on different identities in a cluster are charged in turn, and given back if a later one refuses. Who asks in
+/// between finds the token gone, for as long as that takes and not for a second.
+#[tokio::test]
+async fn a_denial_between_a_charge_and_its_return_is_not_remembered_in_a_cluster() {
+    let cluster = Cluster::start(1, 0);
+    let (store, other) =
+        (RedisStore::cluster(cluster.urls()).await.unwrap(), RedisStore::cluster(cluster.urls()).await.unwrap());
+    let (x, y) = (BucketKey::id("x"), BucketKey::id("y"));
+    let mut seen = false;
+    for i in 0..20 {
+        let (a, b) = (take(&format!("a{i}"), x, slow(1)), take(&format!("b{i}"), y, slow(1)));
+        // Another instance's, so that this one has to ask.
+        assert!(other.acquire(std::slice::from_ref(&b)).await.unwrap().is_allowed());
+        let (both, single) = ([a.clone(), b], [a]);
+        let (both, between) = tokio::join!(store.acquire(&both), store.acquire(&single));
+        assert!(!both.unwrap().is_allowed());
+        if between.unwrap().is_allowed() {
+            continue;
+        }
+        seen = true;
+        // All is over by now, and the token is there.
+        let look = [charge(&format!("a{i}"), x, slow(1), Amount::Peek)];
+        assert_eq!(store.acquire(&look).await.unwrap().remaining(), Some(1));
+        let decision = store.acquire(&single).await.unwrap();
+        assert!(decision.is_allowed(), "round {i}: refused by {:?}", decision.source());
+    }
+    assert!(seen, "nobody asked in between");
+}
+
+/// A debt that this instance makes is known to it.
+#[tokio::test]
+async fn a_remembered_denial_tells_the_wait_of_a_debt_that_this_instance_has_made() {
+    let server = Server::start();
+    let store = RedisStore::connect(&server.url()).await.unwrap();
+    let of = |amount| [charge("per-client", BucketKey::global(), slow(10), amount)];
+    assert!(store.acquire(&of(Amount::Take(10))).await.unwrap().is_allowed());
+    assert!(!store.acquire(&of(Amount::Take(1))).await.unwrap().is_allowed());
+    assert!(store.acquire(&of(Amount::Spend(5))).await.unwrap().is_allowed());
+    let decision = store.acquire(&of(Amount::Take(1))).await.unwrap();
+    let wait = decision.retry_after().unwrap();
+    assert!(wait > 5 * HOUR, "{wait:?} by {:?}", decision.source());
+}
+
+/// A debt under another quota earns the time since the last write at that quota's rate.
+#[tokio::test]
+async fn a_spend_under_a_faster_quota_ends_a_denial() {
+    let server = Server::start();
+    let store = RedisStore::connect(&server.url()).await.unwrap();
+    let fast = Quota::per_second(1000).with_capacity(10);
+    let of = |quota, amount| [charge("per-client", BucketKey::global(), quota, amount)];
+    assert!(store.acquire(&of(slow(10), Amount::Take(10))).await.unwrap().is_allowed());
+    assert!(!store.acquire(&of(slow(10), Amount::Take(1))).await.unwrap().is_allowed());
+    sleep(Duration::from_millis(30)).await;
+    assert!(store.acquire(&of(fast, Amount::Spend(1))).await.unwrap().is_allowed());
+    let look = store.acquire(&of(slow(10), Amount::Peek)).await.unwrap().remaining();
+    assert_eq!(look, Some(9));
+    let decision = store.acquire(&of(slow(10), Amount::Take(1))).await.unwrap();
+    assert!(decision.is_allowed(), "refused by {:?}", decision.source());
+}
+
+// Buckets in memory.
+
+/// Looks at the store for each line that is logged, as a subscriber that counts does.
+#[derive(Clone)]
+struct Looks(MemoryStore);
+
+impl<'a> MakeWriter<'a> for Looks {
+    type Writer = io::Sink;
+
+    fn make_writer(&'a self) -> io::Sink {
+        assert!(self.0.buckets() > 0);
+        io::sink()
+    }
+}
+
+#[test]
+fn the_line_that_tells_of_the_overflow_bucket_is_logged_when_no_lock_is_held() {
+    let (done, is_done) = mpsc::channel();
+    std::thread::spawn(move || {
+        let store = MemoryStore::with_buckets(64);
+        let subscriber = tracing_subscriber::fmt().with_writer(Looks(store.clone())).finish();
+        let _guard = subscriber.set_default();
+        let runtime = Builder::new_current_thread().build().unwrap();
+        for i in 0..1000 {
+            let key = BucketKey::id(format!("{i}"));
+            let charges = [take("a", key, slow(10)), take("b", key, slow(10))];
+            runtime.block_on(store.acquire(&charges)).unwrap();
+        }
+        assert!(store.overflowed() > 0);
+        done.send(()).unwrap();
+    });
+    is_done.recv_timeout(Duration::from_secs(10)).expect("nobody waits for a lock for ever");
+}
+
+/// The flood never takes the token: its other limit refuses for ever. What it hears of this one may be a denial.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn after_a_reset_has_returned_nothing_of_before_refuses() {
+    let server = Server::start();
+    let store = RedisStore::connect(&server.url()).await.unwrap();
+    let limit = Limit::new("per-client", slow(1));
+    let one = [take("per-client", BucketKey::global(), slow(1))];
+    let none = take("none", BucketKey::global(), slow(1));
+    assert!(store.acquire(std::slice::from_ref(&none)).await.unwrap().is_allowed());
+    let stop = Arc::new(AtomicBool::new(false));
+    let mut flood = JoinSet::new();
+    for _ in 0..8 {
+        let (store, stop, both) = (store.clone(), Arc::clone(&stop), [one[0].clone(), none.clone()]);
+        flood.spawn(async move {
+            let mut asked = 0u64;
+            while !stop.load(Ordering::Relaxed) {
+                assert!(!store.acquire(&both).await.unwrap().is_allowed());
+                // A denial of the first limit by itself, too: a cost that never passes while the token is gone.
+                asked += 1;
+                yield_now().await;
+            }
+            asked
+        });
+    }
+    let (mut admitted, started) = (0, Instant::now());
+    while started.elapsed() < Duration::from_secs(2) {
+        store.reset(&limit, BucketKey::global()).await.unwrap();
+        let decision = store.acquire(&one).await.unwrap();
+        assert!(decision.is_allowed(), "after {admitted}: refused by {:?}", decision.source());
+        admitted += 1;
+        // Denials in flight when the next reset comes.
+        let (a, b, c) = tokio::join!(store.acquire(&one), store.acquire(&one), async {
+            store.reset(&limit, BucketKey::global()).await.map(drop)
+        });
+        c.unwrap();
+        if !(a.unwrap().is_allowed() || b.unwrap().is_allowed()) {
+            assert!(store.acquire(&one).await.unwrap().is_allowed(), "after {admitted}");
+        }
+    }
+    stop.store(true, Ordering::Relaxed);
+    let asked: u64 = flood.join_all().await.iter().sum();
+    println!("{admitted} resets, {asked} denials");
+}
+
+/// Quotas at their bounds, for longer than any process runs.
+#[tokio::test(start_paused = true)]
+async fn buckets_of_any_quota_outlast_a_thousand_times_a_thousand_days() {
+    let store = MemoryStore::with_buckets(1);
+    let day = Duration::from_secs(86_400);
+    let quotas = [
+        Quota::from_parts(1 << 31, 1, Duration::from_micros(1 << 20)),
+        Quota::from_parts(64, 1, Duration::from_micros(1 << 45)),
+        Quota::from_parts(1, 1 << 40, Duration::from_micros(1)),
+        Quota::new(1, 30 * day).with_capacity(868),
+    ];
+    for round in 0..4 {
+        for (i, quota) in quotas.iter().enumerate() {
+            let all = |amount| [charge(&format!("q{i}"), BucketKey::global(), *quota, amount)];
+            let capacity = quota.capacity();
+            assert!(store.acquire(&all(Amount::Take(capacity))).await.unwrap().is_allowed(), "{i} in {round}");
+            let denied = store.acquire(&all(Amount::Take(capacity))).await.unwrap();
+            assert!(!denied.is_allowed());
+            tokio::time::advance(denied.retry_after().unwrap()).await;
+            assert!(store.acquire(&all(Amount::Take(capacity))).await.unwrap().is_allowed());
+            let spent = store.acquire(&all(Amount::Spend(u64::MAX))).await.unwrap();
+            assert!(spent.reset_after().is_some());
+        }
+        tokio::time::advance(1_000_000 * day).await;
+    }
+}
