@@ -67,44 +67,6 @@ async fn requests_of_different_identities_on_a_server_with_slots_are_answered_al
     }
 }
 
-/// A thread of one runtime does something else for long, just after two of its checks have begun.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_runtime_that_is_busy_does_not_keep_the_checks_of_others_from_being_sent() {
-    let server = Server::start();
-    let store = RedisStore::connect(&server.url()).await.unwrap();
-    let one = [take("plenty", BucketKey::global(), slow(100_000))];
-    assert!(store.acquire(&one).await.unwrap().is_allowed());
-    let (begun, is_begun) = mpsc::channel();
-    let busy = std::thread::spawn({
-        let (store, one) = (store.clone(), one.clone());
-        move || {
-            Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
-                let mut checks = [store.acquire(&one), store.acquire(&one)];
-                for check in &mut checks {
-                    assert!(poll_once(check).is_pending());
-                }
-                begun.send(()).unwrap();
-                std::thread::sleep(Duration::from_millis(600));
-                for check in checks {
-                    // Where the breaker has opened meanwhile, an error.
-                    let _ = timeout(LONG, check).await.expect("an answer");
-                }
-            });
-        }
-    });
-    tokio::task::spawn_blocking(move || is_begun.recv().unwrap()).await.unwrap();
-    let calls = server.calls("evalsha");
-    let mut late = 0;
-    for _ in 0..5 {
-        // The layer's deadline.
-        let within = Duration::from_millis(50);
-        late += u32::from(timeout(within, store.acquire_within(&one, within)).await.is_err());
-    }
-    let (calls, health) = (server.calls("evalsha") - calls, store.health());
-    tokio::task::spawn_blocking(move || busy.join().unwrap()).await.unwrap();
-    assert_eq!((late, health), (0, Health::Closed), "late of 5; {calls} calls");
-}
-
 /// Says that it is no primary; the last time only when it is let.
 #[derive(Clone, Default)]
 struct Demoted {
