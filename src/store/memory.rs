@@ -212,15 +212,19 @@ impl Pacer for MemoryStore {
 impl MemoryStore {
     /// Goes on from what another store has said of a rate that adapts, at one `share`-th of it.
     pub(crate) fn go_on_from(&self, pacing: &Pacing, reply: PaceReply, share: u32) {
+        let mut paces = self.shared.paces();
         let now_us = self.shared.now_us() + pace::BEGIN_US;
         let pace = Pace::of_reply(reply, &pacing.settings, share, now_us);
-        self.shared.paces().go_on_from(pacing, pace, now_us);
+        paces.go_on_from(pacing, pace, now_us);
     }
 
     /// Answers one question about a rate that adapts.
     pub(crate) fn pace_now(&self, pacing: &Pacing) -> PaceReply {
+        let mut paces = self.shared.paces();
+        // Read under the lock, so that nobody goes on from an earlier time than another.
         let now_us = self.shared.now_us() + pace::BEGIN_US;
-        let (reply, is_overflow) = self.shared.paces().ask(pacing, now_us);
+        let (reply, is_overflow) = paces.ask(pacing, now_us);
+        drop(paces);
         if is_overflow {
             self.shared.count_overflow();
         }
@@ -283,6 +287,12 @@ impl Names {
     }
 }
 
+/// This clock does not step back: where a bucket has been written later than `now_us`, others were quicker since that was
+/// read. However long ago that is, as after a pause of the process, no time is earned twice.
+fn latest(now_us: u64, states: &[Option<State>]) -> u64 {
+    states.iter().flatten().map(|state| state.at_us).fold(now_us, u64::max)
+}
+
 impl Shared {
     fn now_us(&self) -> u64 {
         let elapsed = self.started.elapsed();
@@ -306,8 +316,9 @@ impl Shared {
             let mut shard = lock(&self.shards[self.shard(name)]);
             if let Some(place) = shard.find(name) {
                 let bucket = shard.bucket_mut(place);
-                let (reply, written) =
-                    bucket::acquire_one(charge, bucket.read(Some(&charge.quota()), now_us).as_ref(), now_us);
+                let state = bucket.read(Some(&charge.quota()), now_us);
+                let now_us = latest(now_us, std::slice::from_ref(&state));
+                let (reply, written) = bucket::acquire_one(charge, state.as_ref(), now_us);
                 bucket.set(written);
                 return reply;
             }
@@ -353,7 +364,7 @@ impl Shared {
         let (first, second) = (first.bucket_of(names[0])?, second.bucket_of(names[1])?);
         let before = [first.read(None, now_us), second.read(None, now_us)];
         let mut states = before;
-        let replies = bucket::acquire(charges, &[0, 1], &before, &mut states, now_us);
+        let replies = bucket::acquire(charges, &[0, 1], &before, &mut states, latest(now_us, &before));
         first.set(states[0]);
         second.set(states[1]);
         Some(replies)
@@ -396,7 +407,7 @@ impl Shared {
                 states.push(found.and_then(|place| shard.bucket(place).read(None, now_us)));
             }
             let before = states.clone();
-            let replies = bucket::acquire(charges, &slots, &before, &mut states, now_us);
+            let replies = bucket::acquire(charges, &slots, &before, &mut states, latest(now_us, &before));
             for ((name, state), before) in unique.into_iter().zip(states).zip(before) {
                 if state != before {
                     locked[of(name)].set(name, state);
@@ -428,7 +439,6 @@ impl Shared {
         self.names.name(charge.limit().hash_128(), Names::OVERFLOW)
     }
 
-    /// The name to go on with where a charge can have no bucket of its own.
     fn paces(&self) -> MutexGuard<'_, Paces> {
         self.paces.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -443,6 +453,7 @@ impl Shared {
         }
     }
 
+    /// The name to go on with where a charge can have no bucket of its own.
     fn overflow(&self, charge: &Charge) -> Name {
         self.count_overflow();
         self.shared_name(charge)

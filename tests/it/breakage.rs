@@ -1,8 +1,10 @@
 //! Checks that travel together, denials that are remembered, and buckets in memory: where they do not hold.
 
+use std::collections::VecDeque;
 use std::future::Future;
 use std::io;
 use std::pin::Pin;
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::sync::{Arc, Mutex};
@@ -16,7 +18,7 @@ use tokio::sync::Notify;
 use tokio::task::{JoinSet, yield_now};
 use tokio::time::{Instant, sleep, timeout};
 use tower_token_bucket::{
-    Amount, BucketKey, Charge, Health, Limit, LimitName, MemoryStore, Quota, RedisStore, Store, redis,
+    Amount, BucketKey, Charge, Health, Limit, LimitName, MemoryStore, Quota, RedisAcquire, RedisStore, Store, redis,
 };
 use tracing_subscriber::fmt::MakeWriter;
 use tracing_subscriber::util::SubscriberInitExt;
@@ -181,6 +183,87 @@ async fn requests_with_very_many_limits_share_calls() {
         }
         assert_eq!(store.acquire(&charges).await.unwrap().remaining(), Some(1000 - 67));
     }
+}
+
+/// Answers each command after a delay of its own, and then at once: that the tokens were there.
+#[derive(Clone, Default)]
+struct Delayed {
+    delays: Arc<Mutex<VecDeque<Duration>>>,
+    calls: Arc<Mutex<u32>>,
+}
+
+impl Delayed {
+    fn of(delays: impl IntoIterator<Item = Duration>) -> Self {
+        Self { delays: Arc::new(Mutex::new(delays.into_iter().collect())), ..Self::default() }
+    }
+
+    fn calls(&self) -> u32 {
+        *self.calls.lock().unwrap()
+    }
+}
+
+impl ConnectionLike for Delayed {
+    fn req_packed_command<'a>(&'a mut self, cmd: &'a Cmd) -> RedisFuture<'a, redis::Value> {
+        *self.calls.lock().unwrap() += 1;
+        let delay = self.delays.lock().unwrap().pop_front();
+        let keys: usize = match cmd.args_iter().nth(2) {
+            Some(redis::Arg::Simple(keys)) => std::str::from_utf8(keys).unwrap().parse().unwrap(),
+            _ => unreachable!("a script call has keys"),
+        };
+        Box::pin(async move {
+            if let Some(delay) = delay {
+                sleep(delay).await;
+            }
+            let one = redis::Value::Int(1);
+            Ok(if keys == 1 { one } else { redis::Value::Array(vec![one; keys]) })
+        })
+    }
+
+    fn req_packed_commands<'a>(
+        &'a mut self,
+        _: &'a redis::Pipeline,
+        _: usize,
+        _: usize,
+    ) -> RedisFuture<'a, Vec<redis::Value>> {
+        unreachable!("one command at a time")
+    }
+
+    fn get_db(&self) -> i64 {
+        0
+    }
+}
+
+fn polled_ones(store: &RedisStore, checks: usize) -> Vec<RedisAcquire> {
+    let one = [take("plenty", BucketKey::global(), slow(100_000))];
+    let mut checks: Vec<_> = (0..checks).map(|_| store.acquire_within(&one, LONG)).collect();
+    checks.iter_mut().for_each(|check| assert!(poll_once(check).is_pending()));
+    checks
+}
+
+async fn a_moment() {
+    for _ in 0..5 {
+        yield_now().await;
+    }
+}
+
+/// Of two calls that are under way the later one is answered first: who waits by then is sent at once, and does not wait
+/// for the other call.
+#[tokio::test(start_paused = true)]
+async fn who_waits_while_two_calls_are_under_way_is_sent_when_either_is_answered() {
+    let ms = Duration::from_millis;
+    let connection = Delayed::of([ms(3000), ms(3000), ms(1)]);
+    let store = RedisStore::from_connection(connection.clone());
+    let mut checks = polled_ones(&store, 2);
+    a_moment().await;
+    assert_eq!(connection.calls(), 2, "one by itself, and one by a task");
+    sleep(ms(5)).await;
+    checks.extend(polled_ones(&store, 1));
+    a_moment().await;
+    assert_eq!(connection.calls(), 3, "a call that takes long does not keep others waiting");
+    let waits = polled_ones(&store, 1).remove(0);
+    let began = Instant::now();
+    assert!(waits.await.unwrap().is_allowed());
+    assert!(began.elapsed() <= ms(50), "{:?}", began.elapsed());
 }
 
 // Denials that are remembered.
@@ -348,4 +431,51 @@ async fn buckets_of_any_quota_outlast_a_thousand_times_a_thousand_days() {
         }
         tokio::time::advance(1_000_000 * day).await;
     }
+}
+
+/// A process that stands still for a while, as a container or a machine does that is paused: who has read the clock before
+/// must not write that time over a later one, or the time between is earned twice.
+#[cfg(unix)]
+#[test]
+fn a_pause_of_the_process_is_earned_once() {
+    const NAME: &str = "breakage::a_pause_of_the_process_is_earned_once";
+    if std::env::var_os("PAUSED").is_none() {
+        let child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", NAME, "--nocapture", "--test-threads=1"])
+            .env("PAUSED", "1")
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let signal = |name: &str| Command::new("kill").arg(name).arg(child.id().to_string()).status().unwrap();
+        for _ in 0..4 {
+            std::thread::sleep(Duration::from_millis(400));
+            assert!(signal("-STOP").success());
+            std::thread::sleep(Duration::from_millis(1500));
+            assert!(signal("-CONT").success());
+        }
+        let output = child.wait_with_output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        return;
+    }
+    let (capacity, rate) = (100_000, 10_000);
+    let (store, began) = (MemoryStore::new(), Instant::now());
+    let one = [take("hot", BucketKey::global(), Quota::per_second(rate).with_capacity(capacity))];
+    let admitted: u64 = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..8)
+            .map(|_| {
+                scope.spawn(|| {
+                    let mut admitted = 0;
+                    while began.elapsed() < Duration::from_millis(8500) {
+                        let Poll::Ready(Ok(decision)) = poll_once(&mut store.acquire(&one)) else { unreachable!() };
+                        admitted += u64::from(decision.is_allowed());
+                    }
+                    admitted
+                })
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+    });
+    let most = capacity + (rate as f64 * began.elapsed().as_secs_f64()).ceil() as u64;
+    println!("{admitted} of at most {most}");
+    assert!(admitted <= most, "{admitted} of at most {most}");
 }

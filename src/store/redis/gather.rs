@@ -49,8 +49,11 @@ struct Queue {
     next: u64,
     /// While any wait there is at least one.
     carriers: usize,
-    /// Until then another carrier is not needed.
+    /// Until then another carrier is not needed, for the sake of that one.
     held_until: Instant,
+    holder: u64,
+    /// How many carriers there have been.
+    made: u64,
 }
 
 /// A check that waits, or is on the wire with others.
@@ -88,7 +91,7 @@ pub(super) enum Joined<C: Call> {
 
 impl Gather {
     pub(super) fn new(now: Instant) -> Self {
-        let queue = Queue { waiting: BTreeMap::new(), next: 0, carriers: 0, held_until: now };
+        let queue = Queue { waiting: BTreeMap::new(), next: 0, carriers: 0, held_until: now, holder: 0, made: 0 };
         Self { queue: Mutex::new(queue), order: Mutex::new(()), by_slot: AtomicBool::new(false) }
     }
 
@@ -135,8 +138,13 @@ impl Queue {
     /// One more carrier, to be spawned when the queue is not locked: a runtime that ends drops it at once.
     fn carrier(&mut self, node: &Arc<Node>) -> Carrier {
         self.carriers += 1;
-        self.held_until = Instant::now() + HOLD_UNSENT;
-        Carrier { node: Arc::clone(node), is_over: false }
+        self.made += 1;
+        self.hold(self.made, Instant::now() + HOLD_UNSENT);
+        Carrier { node: Arc::clone(node), number: self.made, is_over: false }
+    }
+
+    fn hold(&mut self, carrier: u64, until: Instant) {
+        (self.holder, self.held_until) = (carrier, until);
     }
 
     /// The next, if it fits into a call that has so many keys.
@@ -177,6 +185,7 @@ impl Waiter {
 /// Takes those that wait to the server and tells them what came of it.
 struct Carrier {
     node: Arc<Node>,
+    number: u64,
     /// Others carry on.
     is_over: bool,
 }
@@ -217,11 +226,12 @@ impl Carrier {
     /// Whether nobody waits, or none but those that another carrier is about to take.
     fn ends(&mut self) -> bool {
         let (now, mut queue) = (Instant::now(), self.node.gather.queue());
-        if queue.waiting.is_empty() || queue.carriers > 1 && queue.held_until > now {
+        let is_held = queue.holder != self.number && queue.held_until > now;
+        if queue.waiting.is_empty() || queue.carriers > 1 && is_held {
             queue.carriers -= 1;
             self.is_over = true;
         } else {
-            queue.held_until = now + HOLD_UNSENT;
+            queue.hold(self.number, now + HOLD_UNSENT);
         }
         self.is_over
     }
@@ -258,7 +268,7 @@ impl Carrier {
         {
             let now = Instant::now();
             let mut queue = gather.queue();
-            queue.held_until = now + HOLD;
+            queue.hold(self.number, now + HOLD);
             let most = self.node.widen(&mut place, queue.waiting.len());
             while waiters.len() < most
                 && let Some(waiter) = queue.take(keys)
@@ -300,12 +310,16 @@ impl Carrier {
         sent: &mut Vec<Sent>,
     ) -> Option<Answers> {
         let node = Arc::clone(&self.node);
-        let (lost, silence) = (node.until_lost(generation), sleep(SILENCE));
-        tokio::pin!(lost, silence);
-        let mut is_lost = false;
+        let (lost, silence, hold) = (node.until_lost(generation), sleep(SILENCE), sleep(HOLD));
+        tokio::pin!(lost, silence, hold);
+        let (mut is_lost, mut is_slow) = (false, false);
         poll_fn(|cx| {
             if let Poll::Ready(answers) = asking.as_mut().poll(cx) {
                 return Poll::Ready(Some(answers));
+            }
+            if !is_slow && hold.as_mut().poll(cx).is_ready() {
+                is_slow = true;
+                self.is_slow();
             }
             if silence.as_mut().poll(cx).is_ready() {
                 node.lost(generation);
@@ -368,6 +382,17 @@ impl Carrier {
             }
         }
         unknown
+    }
+
+    /// The call takes long: what waits by now goes beside it. Who comes later looks for itself.
+    fn is_slow(&self) {
+        let mut queue = self.node.gather.queue();
+        let is_needed = !queue.waiting.is_empty() && queue.held_until <= Instant::now();
+        let next = (is_needed && self.node.places.available_permits() > 0).then(|| queue.carrier(&self.node));
+        drop(queue);
+        if let Some(next) = next {
+            tokio::spawn(next.carry());
+        }
     }
 
     /// What waits is for another carrier: the call of this one may take long.
