@@ -146,19 +146,15 @@ impl<St: Store> Shared<St> {
         ask: PaceAsk,
     ) -> Result<(PaceReply, bool), AcquireError> {
         let Adaptive { settings, local, heard, .. } = adaptive;
-        // A cooldown that began while the store was away comes first.
-        let untold = heard
-            .untold(&key, Instant::now())
-            .map(|wait| PaceAsk::Refused { hint_us: Some(micros(wait)), random_ppm: 0 });
-        let mut result = Ok(());
-        if let Some(untold) = untold {
-            result = self.ask_the_store(adaptive, key, untold).await.map(drop);
-        }
-        let result = match result {
-            Ok(()) => self.ask_the_store(adaptive, key, ask).await,
-            Err(retry_after) => Err(retry_after),
+        let asked = async {
+            // A cooldown that began while the store was away comes first.
+            if let Some(wait) = heard.untold(&key, Instant::now()) {
+                let untold = PaceAsk::Refused { hint_us: Some(micros(wait)), random_ppm: 0 };
+                self.ask_the_store(adaptive, key, untold).await?;
+            }
+            self.ask_the_store(adaptive, key, ask).await
         };
-        let retry_after = match result {
+        let retry_after = match asked.await {
             Ok(reply) => return Ok((reply, false)),
             Err(retry_after) => retry_after.unwrap_or(RETRY_AFTER),
         };

@@ -38,7 +38,7 @@ fn of_ratelimit(headers: &HeaderMap) -> Option<Remaining> {
                 Some(ListEntry::Item(item)) => number(&item.bare_item),
                 _ => None,
             };
-            of(number("remaining")?, number("reset")?)
+            Some(of(number("remaining")?, number("reset")?))
         }
     }
 }
@@ -48,15 +48,15 @@ fn of_item(entry: &ListEntry) -> Option<Remaining> {
     let ListEntry::Item(Item { bare_item: BareItem::String(_) | BareItem::Token(_), params }) = entry else {
         return None;
     };
-    of(number(params.get("r")?)?, number(params.get("t")?)?)
+    Some(of(number(params.get("r")?)?, number(params.get("t")?)?))
 }
 
 fn number(item: &BareItem) -> Option<u64> {
     item.as_integer().and_then(|number| u64::try_from(i64::from(number)).ok())
 }
 
-fn of(tokens: u64, seconds: u64) -> Option<Remaining> {
-    Some(Remaining { tokens, wait: Duration::from_secs(seconds).min(MOST) })
+fn of(tokens: u64, seconds: u64) -> Remaining {
+    Remaining { tokens, wait: Duration::from_secs(seconds).min(MOST) }
 }
 
 /// Two fields of one number each.
@@ -68,7 +68,7 @@ fn of_numbers(headers: &HeaderMap, names: [&str; 2], now: SystemTime) -> Option<
     });
     let (tokens, reset) = (tokens?, reset?);
     let moment = match reset {
-        ..MOMENT => return of(tokens, reset),
+        ..MOMENT => return Some(of(tokens, reset)),
         MOMENT..MOMENT_MS => Duration::from_secs(reset),
         MOMENT_MS.. => Duration::from_millis(reset),
     };

@@ -89,18 +89,7 @@ impl ConnectionLike for Demoted {
         })
     }
 
-    fn req_packed_commands<'a>(
-        &'a mut self,
-        _: &'a redis::Pipeline,
-        _: usize,
-        _: usize,
-    ) -> RedisFuture<'a, Vec<redis::Value>> {
-        unreachable!("one command at a time")
-    }
-
-    fn get_db(&self) -> i64 {
-        0
-    }
+    one_command_at_a_time!();
 }
 
 /// The client that made the probe hangs up before the answer comes: an error, as all before.
@@ -219,18 +208,7 @@ impl ConnectionLike for Delayed {
         })
     }
 
-    fn req_packed_commands<'a>(
-        &'a mut self,
-        _: &'a redis::Pipeline,
-        _: usize,
-        _: usize,
-    ) -> RedisFuture<'a, Vec<redis::Value>> {
-        unreachable!("one command at a time")
-    }
-
-    fn get_db(&self) -> i64 {
-        0
-    }
+    one_command_at_a_time!();
 }
 
 fn polled_ones(store: &RedisStore, checks: usize) -> Vec<RedisAcquire> {

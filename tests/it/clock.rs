@@ -11,18 +11,15 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::time::Duration;
 
-use redis::aio::{ConnectionLike, MultiplexedConnection};
-use redis::{Cmd, RedisFuture};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 use tower_token_bucket::conformance::Model;
-use tower_token_bucket::{Amount, BucketKey, Charge, Decision, LimitName, Quota, RedisStore, Store as _, redis};
+use tower_token_bucket::{Amount, BucketKey, Charge, Decision, LimitName, Quota, RedisStore, Store as _};
 
 use crate::losses::{info, until, until_replicated};
-use crate::redis_store::EACH_CHARGE;
+use crate::redis_store::{Accounted, EACH_CHARGE};
 use crate::server::{Server, Value};
 
-const SCRIPT: &str = include_str!("../../lua/token_bucket.lua");
 const KEY: &str = "tb:v1:{global}:clock";
 const HOUR: i64 = 3_600_000_000;
 const SECOND: Duration = Duration::from_secs(1);
@@ -232,56 +229,27 @@ async fn a_promoted_replica_whose_clock_is_wrong_is_a_step_of_the_clock() {
     }
 }
 
-/// Sends the script with an account of its own: for each charge it appends to a list, in the same step, whether the bucket
-/// was there, the server's time, the units, the reply, and the life and value that it left; of the last of a call only.
-#[derive(Clone)]
-struct Accounted {
-    inner: MultiplexedConnection,
-    script: Arc<str>,
-}
-
-impl Accounted {
-    async fn new(url: &str) -> Self {
-        const TIME: &str = "local time = redis.call('TIME')\n";
-        assert_eq!(SCRIPT.matches(TIME).count(), 1);
-        let body = SCRIPT.replace(TIME, "local time = redis.call('TIME')\naccount_time = time\n");
-        let script = format!(
-            "local account_time
-            local existed = redis.call('EXISTS', KEYS[1])
-            local function body()\n{body}\nend
-            local reply = body()\n{EACH_CHARGE}
-            each_charge(function(place, a, said, nth, is_last)
-                local replied, ahead, left = reply, 0, '- -'
-                if type(reply) == 'table' then replied, ahead = reply[place], reply[#KEYS + place] or 0 end
-                replied = said(replied)
-                if place == #KEYS and is_last then
-                    left = redis.call('PTTL', KEYS[1]) .. ' ' .. (redis.call('GET', KEYS[1]) or 'none')
-                end
-                local text = string.format('%d %d %d %d %d %s %s', place + nth > 1 and 1 or existed, account_time[1],
-                    account_time[2], replied, ahead, ARGV[a + 1], left)
-                redis.call('RPUSH', 'account', text)
-            end)
-            return reply"
-        );
-        let client = redis::Client::open(url).unwrap();
-        Self { inner: client.get_multiplexed_async_connection().await.unwrap(), script: script.into() }
-    }
-}
-
-impl ConnectionLike for Accounted {
-    fn req_packed_command<'a>(&'a mut self, cmd: &'a Cmd) -> RedisFuture<'a, redis::Value> {
-        Box::pin(async move {
-            let mut sent = Cmd::new();
-            sent.arg("EVAL").arg(&*self.script);
-            for arg in cmd.args_iter().skip(2) {
-                let redis::Arg::Simple(text) = arg else { unreachable!("a script call has no cursor") };
-                sent.arg(text);
-            }
-            self.inner.req_packed_command(&sent).await
-        })
-    }
-
-    the_rest_by_inner!();
+/// The script with an account: for each charge it appends to a list, in the same step, whether the bucket was there, the
+/// server's time, the units, the reply, and the life and value that it left; of the last of a call only.
+fn with_an_account(body: &str) -> String {
+    format!(
+        "local account_time
+        local existed = redis.call('EXISTS', KEYS[1])
+        local function body()\n{body}\nend
+        local reply = body()\n{EACH_CHARGE}
+        each_charge(function(place, a, said, nth, is_last)
+            local replied, ahead, left = reply, 0, '- -'
+            if type(reply) == 'table' then replied, ahead = reply[place], reply[#KEYS + place] or 0 end
+            replied = said(replied)
+            if place == #KEYS and is_last then
+                left = redis.call('PTTL', KEYS[1]) .. ' ' .. (redis.call('GET', KEYS[1]) or 'none')
+            end
+            local text = string.format('%d %d %d %d %d %s %s', place + nth > 1 and 1 or existed, account_time[1],
+                account_time[2], replied, ahead, ARGV[a + 1], left)
+            redis.call('RPUSH', 'account', text)
+        end)
+        return reply"
+    )
 }
 
 /// Steps of an hour and of less than a second, back and forth, under traffic: every reply, every value and every life is
@@ -291,7 +259,8 @@ async fn steps_back_and_forth_under_traffic_agree_with_the_model_call_by_call() 
     const MARK: &str = "local t = redis.call('TIME'); redis.call('RPUSH', 'account', 'mark ' .. t[1] .. ' ' .. t[2])";
     for quota in [Quota::per_second(50), Quota::per_hour(30), Quota::new(7, 3 * SECOND).with_capacity(40)] {
         let clocked = Clocked::start();
-        let store = RedisStore::from_connection(Accounted::new(&clocked.server.url()).await).remember_denials(false);
+        let store = RedisStore::from_connection(Accounted::new(&clocked.server.url(), with_an_account).await)
+            .remember_denials(false);
         let stopped = Arc::new(AtomicBool::new(false));
         let started = Instant::now();
         let mut tasks = JoinSet::new();

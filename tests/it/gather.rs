@@ -4,27 +4,24 @@
 use std::collections::{BTreeMap, HashMap};
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use redis::aio::{ConnectionLike, MultiplexedConnection};
-use redis::{Cmd, RedisFuture};
 use tokio::runtime::Builder;
 use tokio::task::{JoinSet, yield_now};
 use tokio::time::{Instant, sleep, timeout};
 use tower_token_bucket::conformance::Model;
 use tower_token_bucket::{
     Amount, BucketKey, Charge, Decision, Health, LimitName, Quota, RedisAcquire, RedisErrorKind, RedisStore, Reply,
-    Store, redis,
+    Store,
 };
 
 use crate::losses::{charged, until};
 use crate::proxy::{Mode, Proxy};
+use crate::redis_store::Accounted;
 use crate::server::{Server, Value};
 use crate::topology::Cluster;
 
-const SCRIPT: &str = include_str!("../../lua/token_bucket.lua");
 const HOUR: Duration = Duration::from_secs(3600);
 /// Longer than anything takes on a busy machine; only ever waited for when a test fails.
 const LONG: Duration = Duration::from_secs(20);
@@ -95,57 +92,26 @@ async fn through_a_proxy(server: &Server) -> (Proxy, RedisStore) {
 
 // What they are told.
 
-/// Sends the script with an account of its own: each call appends the server's time, its keys, its arguments and its reply
-/// to a list, in the same step.
-#[derive(Clone)]
-struct Accounted {
-    inner: MultiplexedConnection,
-    script: Arc<str>,
-}
-
-impl Accounted {
-    async fn new(url: &str) -> Self {
-        const TIME: &str = "local time = redis.call('TIME')\n";
-        assert_eq!(SCRIPT.matches(TIME).count(), 1);
-        let body = SCRIPT.replace(TIME, "local time = redis.call('TIME')\naccount_time = time\n");
-        // Before the body, which may replace texts by numbers.
-        let script = format!(
-            "local account_time
-            local keys, args = table.concat(KEYS, '|'), table.concat(ARGV, '|')
-            local function body()\n{body}\nend
-            local reply = body()
-            local replies = reply
-            if type(reply) ~= 'string' then
-                replies = {{}}
-                for i, value in ipairs(type(reply) == 'table' and reply or {{ reply }}) do
-                    replies[i] = string.format('%.0f', value)
-                end
-                replies = table.concat(replies, ' ')
+/// The script with an account: each call appends the server's time, its keys, its arguments and its reply to a list, in
+/// the same step.
+fn with_an_account(body: &str) -> String {
+    // Before the body, which may replace texts by numbers.
+    format!(
+        "local account_time
+        local keys, args = table.concat(KEYS, '|'), table.concat(ARGV, '|')
+        local function body()\n{body}\nend
+        local reply = body()
+        local replies = reply
+        if type(reply) ~= 'string' then
+            replies = {{}}
+            for i, value in ipairs(type(reply) == 'table' and reply or {{ reply }}) do
+                replies[i] = string.format('%.0f', value)
             end
-            redis.call('RPUSH', 'account', table.concat({{ account_time[1], account_time[2], keys, args, replies }}, '\\n'))
-            return reply"
-        );
-        let client = redis::Client::open(url).unwrap();
-        let config = redis::AsyncConnectionConfig::new().set_response_timeout(None).set_connection_timeout(None);
-        let inner = client.get_multiplexed_async_connection_with_config(&config).await.unwrap();
-        Self { inner, script: script.into() }
-    }
-}
-
-impl ConnectionLike for Accounted {
-    fn req_packed_command<'a>(&'a mut self, cmd: &'a Cmd) -> RedisFuture<'a, redis::Value> {
-        Box::pin(async move {
-            let mut sent = Cmd::new();
-            sent.arg("EVAL").arg(&*self.script);
-            for arg in cmd.args_iter().skip(2) {
-                let redis::Arg::Simple(text) = arg else { unreachable!("a script call has no cursor") };
-                sent.arg(text);
-            }
-            self.inner.req_packed_command(&sent).await
-        })
-    }
-
-    the_rest_by_inner!();
+            replies = table.concat(replies, ' ')
+        end
+        redis.call('RPUSH', 'account', table.concat({{ account_time[1], account_time[2], keys, args, replies }}, '\\n'))
+        return reply"
+    )
 }
 
 /// A request of the account, with the replies that the server gave.
@@ -270,7 +236,8 @@ fn mark(task: usize, i: usize) -> Charge {
 async fn any_requests_of_many_tasks_are_what_one_call_each_would_have_given_in_an_order_that_clients_saw() {
     let server = Server::start();
     // Each request is to be in a call.
-    let store = RedisStore::from_connection(Accounted::new(&server.url()).await).remember_denials(false);
+    let store =
+        RedisStore::from_connection(Accounted::new(&server.url(), with_an_account).await).remember_denials(false);
     let mut tasks = JoinSet::new();
     for task in 0..TASKS {
         let store = store.clone();

@@ -22,6 +22,24 @@ macro_rules! the_rest_by_inner {
     };
 }
 
+/// The rest of `ConnectionLike` for a connection that is only sent single commands.
+macro_rules! one_command_at_a_time {
+    () => {
+        fn req_packed_commands<'a>(
+            &'a mut self,
+            _: &'a redis::Pipeline,
+            _: usize,
+            _: usize,
+        ) -> redis::RedisFuture<'a, Vec<redis::Value>> {
+            unreachable!("one command at a time")
+        }
+
+        fn get_db(&self) -> i64 {
+            0
+        }
+    };
+}
+
 /// Each test on memory buckets with a paused clock, and on a server of its own, by the `in_redis` of its file.
 macro_rules! on_both_stores {
     ($($test:ident),+ $(,)?) => {

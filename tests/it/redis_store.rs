@@ -295,34 +295,39 @@ pub(crate) const EACH_CHARGE: &str = "
         end
     end";
 
-/// Sends the script with an account of its own: for each charge the server's time, the arguments and the reply are
-/// appended to a list, in the same step.
+/// Sends a script of a test's own in the place of the store's.
 #[derive(Clone)]
-struct Accounted {
+pub(crate) struct Accounted {
     inner: MultiplexedConnection,
     script: Arc<str>,
 }
 
 impl Accounted {
-    async fn new(url: &str) -> Self {
+    /// The script is made of the store's, which leaves the time that it has read in `account_time`.
+    pub(crate) async fn new(url: &str, script: impl FnOnce(&str) -> String) -> Self {
         const TIME: &str = "local time = redis.call('TIME')\n";
         assert_eq!(SCRIPT.matches(TIME).count(), 1);
         let body = SCRIPT.replace(TIME, "local time = redis.call('TIME')\naccount_time = time\n");
-        let script = format!(
-            "local account_time\nlocal function body()\n{body}\nend\nlocal reply = body()\n{EACH_CHARGE}
-            each_charge(function(place, a, said)
-                local replied = said(type(reply) == 'table' and reply[place] or reply)
-                redis.call('RPUSH', 'account', account_time[1] .. ' ' .. account_time[2] .. ' ' .. ARGV[a + 1] .. ' ' ..
-                    ARGV[a + 2] .. ' ' .. string.format('%.0f', replied))
-            end)
-            return reply"
-        );
         let client = redis::Client::open(url).unwrap();
         // On a busy machine an answer may take longer than redis-rs waits by itself.
         let config = redis::AsyncConnectionConfig::new().set_response_timeout(None).set_connection_timeout(None);
         let inner = client.get_multiplexed_async_connection_with_config(&config).await.unwrap();
-        Self { inner, script: script.into() }
+        Self { inner, script: script(&body).into() }
     }
+}
+
+/// The script with an account: for each charge the server's time, the arguments and the reply are appended to a list, in
+/// the same step.
+fn with_an_account(body: &str) -> String {
+    format!(
+        "local account_time\nlocal function body()\n{body}\nend\nlocal reply = body()\n{EACH_CHARGE}
+        each_charge(function(place, a, said)
+            local replied = said(type(reply) == 'table' and reply[place] or reply)
+            redis.call('RPUSH', 'account', account_time[1] .. ' ' .. account_time[2] .. ' ' .. ARGV[a + 1] .. ' ' ..
+                ARGV[a + 2] .. ' ' .. string.format('%.0f', replied))
+        end)
+        return reply"
+    )
 }
 
 impl ConnectionLike for Accounted {
@@ -358,7 +363,7 @@ async fn accounting_process() {
     let [url, capacity, tokens, per_us, calls] = fields[..] else { panic!("{job}") };
     let number = |text: &str| text.parse::<u64>().unwrap();
     let quota = Quota::from_parts(number(capacity), number(tokens), Duration::from_micros(number(per_us)));
-    let store = RedisStore::from_connection(Accounted::new(url).await).remember_denials(false);
+    let store = RedisStore::from_connection(Accounted::new(url, with_an_account).await).remember_denials(false);
     let mut tasks = JoinSet::new();
     for task in 0..16 {
         let (store, calls) = (store.clone(), number(calls));

@@ -69,7 +69,7 @@ struct Waiter {
 pub(super) enum Told<C: Call> {
     /// The end, on that connection.
     End(Result<C::Answer, RedisError>, Option<Generation>),
-    /// It was not sent, and the carrier's runtime has ended.
+    /// Nothing ran: the carrier's runtime has ended, or the call named keys of several slots. It goes by itself.
     Again(Question<C>),
 }
 
@@ -174,6 +174,11 @@ impl<C: Call> Waiting<C> {
 impl Waiter {
     fn is_here(&mut self) -> bool {
         matches!(self.caller.try_recv(), Err(oneshot::error::TryRecvError::Empty))
+    }
+
+    /// It goes by itself.
+    fn go_alone(self) {
+        let _ = self.told.send(Told::Again(Question { way: Way::Alone, ..self.question }));
     }
 
     fn tell(self, result: Result<<Acquire as Call>::Answer, RedisError>, on: Option<Generation>) {
@@ -369,8 +374,7 @@ impl Carrier {
                 // within one slot, or is told the same.
                 Some(Err(error)) if error.is_cross_slot() => {
                     self.node.gather.by_slot.store(true, Ordering::Relaxed);
-                    let question = Question { way: Way::Alone, ..waiter.question };
-                    let _ = waiter.told.send(Told::Again(question));
+                    waiter.go_alone();
                 }
                 Some(Err(error)) => waiter.tell(Err(error.clone()), generation),
                 // Nothing is sent for one that has gone.
@@ -424,11 +428,8 @@ impl Drop for Carrier {
         }
         let waiting = mem::take(&mut queue.waiting);
         drop(queue);
-        for waiter in waiting.into_values() {
-            // They may be another runtime's, and go alone: this one may be all that they have.
-            let question = Question { way: Way::Alone, ..waiter.question };
-            let _ = waiter.told.send(Told::Again(question));
-        }
+        // They may be another runtime's, and this one may be all that they have.
+        waiting.into_values().for_each(Waiter::go_alone);
     }
 }
 
