@@ -9,6 +9,9 @@
 
 #![allow(clippy::disallowed_types, reason = "a bench measures real time")]
 
+#[path = "support/callgrind.rs"]
+mod callgrind;
+
 use std::convert::Infallible;
 use std::future::{Ready, ready};
 use std::hint::black_box;
@@ -20,6 +23,7 @@ use std::time::Instant;
 
 use axum::extract::ConnectInfo;
 use bytes::Bytes;
+use callgrind::Counts;
 use http::header::CONTENT_TYPE;
 use http::{HeaderValue, Request, Response};
 use http_body_util::Full;
@@ -241,37 +245,6 @@ const CASES: [Case; 22] = {
 /// Names the case that valgrind runs, and how many requests.
 const CASE: &str = "REQUEST_CASE";
 
-/// What valgrind counts.
-#[derive(Clone, Copy)]
-struct Counts {
-    instructions: f64,
-    allocations: f64,
-}
-
-impl Counts {
-    /// Reads what callgrind has written. A function is named once, with a number that stands for it afterwards; calls
-    /// follow the one that is called.
-    fn read(written: &str) -> Option<Self> {
-        let instructions = written.lines().find_map(|line| line.strip_prefix("totals: "))?.trim().parse().ok()?;
-        let (mut allocators, mut called, mut allocations) = (Vec::new(), "", 0.0);
-        for line in written.lines() {
-            let callee = line.strip_prefix("cfn=");
-            if let Some(function) = callee.or_else(|| line.strip_prefix("fn=")) {
-                let (number, name) = function.split_once(' ').unwrap_or((function, ""));
-                if ["malloc", "calloc", "realloc", "posix_memalign"].contains(&name) {
-                    allocators.push(number);
-                }
-                called = callee.map_or(called, |_| number);
-            } else if let Some(calls) = line.strip_prefix("calls=")
-                && allocators.contains(&called)
-            {
-                allocations += calls.split(' ').next()?.parse::<f64>().ok()?;
-            }
-        }
-        Some(Self { instructions, allocations })
-    }
-}
-
 /// What valgrind counts for one request of the case; `None` where it does not run.
 fn counts(case: &Case) -> Option<Counts> {
     let written = std::env::temp_dir().join(format!("request-{}", std::process::id()));
@@ -287,11 +260,7 @@ fn counts(case: &Case) -> Option<Counts> {
         Counts::read(&counts).filter(|_| output.status.success())
     };
     let (once, twice) = (count(REQUESTS)?, count(2 * REQUESTS)?);
-    let each = |once: f64, twice: f64| (twice - once) / REQUESTS as f64;
-    Some(Counts {
-        instructions: each(once.instructions, twice.instructions),
-        allocations: each(once.allocations, twice.allocations),
-    })
+    Some(Counts::each(once, twice, REQUESTS))
 }
 
 /// What is known of one request of a case.

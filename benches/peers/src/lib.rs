@@ -23,6 +23,8 @@ pub mod shards;
 mod table;
 pub mod whole;
 
+#[path = "../../support/callgrind.rs"]
+mod callgrind;
 #[path = "../../support/calls.rs"]
 #[allow(clippy::duplicate_mod, reason = "it brings the servers that the clusters need too")]
 mod calls;

@@ -21,6 +21,7 @@ use http::{HeaderValue, Request, Response, StatusCode};
 use tower::{Layer, Service};
 use tower_token_bucket::{CostTable, HeaderStyle, MemoryStore, TokenBucketLayer};
 
+use crate::callgrind::Counts;
 use crate::chart::{Axis, Chart, Form, Panel, Series};
 use crate::peer::{self, API_KEY, AXUM_GCRA, AXUM_GOVERNOR, LIMITADOR, OURS, Rule, TOWER_GOVERNOR};
 use crate::table::{Row, Target, figure, median, ratio};
@@ -184,13 +185,6 @@ pub(crate) type Both = [Vec<Measured>; 2];
 
 const RULES: [Rule; 2] = [Rule::Plenty, Rule::Scarce];
 
-/// What valgrind counts.
-#[derive(Clone, Copy)]
-pub(crate) struct Counts {
-    pub(crate) instructions: f64,
-    allocations: f64,
-}
-
 /// A run of this program under valgrind, and where it writes what it has counted.
 pub(crate) struct Valgrind {
     pub(crate) command: Command,
@@ -213,24 +207,7 @@ impl Valgrind {
     pub(crate) fn counts(&self) -> Option<Counts> {
         let written = std::fs::read_to_string(&self.written).ok()?;
         let _ = std::fs::remove_file(&self.written);
-        let total = written.lines().find_map(|line| line.strip_prefix("totals: "))?;
-        // A function is named once, with a number that stands for it afterwards. Calls follow the one that is called.
-        let (mut allocators, mut called, mut allocations) = (Vec::new(), "", 0.0);
-        for line in written.lines() {
-            let callee = line.strip_prefix("cfn=");
-            if let Some(function) = callee.or_else(|| line.strip_prefix("fn=")) {
-                let (number, name) = function.split_once(' ').unwrap_or((function, ""));
-                if ["malloc", "calloc", "realloc", "posix_memalign"].contains(&name) {
-                    allocators.push(number);
-                }
-                called = callee.map_or(called, |_| number);
-            } else if let Some(calls) = line.strip_prefix("calls=")
-                && allocators.contains(&called)
-            {
-                allocations += calls.split(' ').next()?.parse::<f64>().ok()?;
-            }
-        }
-        Some(Counts { instructions: total.trim().parse().ok()?, allocations })
+        Counts::read(&written)
     }
 }
 
@@ -243,8 +220,7 @@ fn counts(case: usize, rule: usize) -> Option<Counts> {
         run.counts().filter(|_| status.success())
     };
     let (once, twice) = (count(COUNTED)?, count(2 * COUNTED)?);
-    let each = |of: fn(Counts) -> f64| (of(twice) - of(once)) / COUNTED as f64;
-    Some(Counts { instructions: each(|of| of.instructions), allocations: each(|of| of.allocations) })
+    Some(Counts::each(once, twice, COUNTED))
 }
 
 #[inline(never)]

@@ -3,6 +3,8 @@
 //! Run with `cargo run --release --bin memory` in `benches/peers`; `ROUNDS=51` for quieter figures. Times depend on the
 //! machine and its mood, so a ratio is taken in each round, and the median is shown.
 
+#![allow(clippy::disallowed_types, reason = "a bench measures real time")]
+
 use std::hint::black_box;
 use std::num::NonZeroU32;
 use std::sync::Barrier;
