@@ -116,6 +116,26 @@ impl<St: Store> Limiter<St> {
     /// The peer has nothing left for so long, at most an hour, and has refused nothing: the bucket of the key is empty until
     /// that is over, and its rate stays. Without [`adaptive`](Self::adaptive) nothing happens.
     ///
+    /// # Example
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use tower_token_bucket::outbound::{AdaptiveRate, Limiter};
+    /// use tower_token_bucket::{BucketKey, MemoryStore, Quota};
+    ///
+    /// # #[tokio::main(flavor = "current_thread", start_paused = true)]
+    /// # async fn main() -> Result<(), tower_token_bucket::outbound::AcquireError> {
+    /// let quota = Quota::per_second(10);
+    /// let limiter = Limiter::new(MemoryStore::new(), "webhooks", quota).adaptive(AdaptiveRate::of(quota));
+    /// let endpoint = BucketKey::id("endpoint 7");
+    /// limiter.pause(endpoint, Duration::from_secs(60)).await?; // "down for a minute"
+    /// limiter.refused(endpoint, Some(Duration::from_secs(90))).await?; // 429 with Retry-After: 90
+    /// let state = limiter.rate_state(endpoint).await?;
+    /// assert_eq!((state.rate, state.cooldown), (5.0, Duration::from_secs(90)));
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`AcquireError::StoreFailed`], under [`OnStoreFailure::Deny`].

@@ -57,6 +57,15 @@ pub enum AcquireError {
 
 impl AcquireError {
     /// Whether no wait helps: the cost is above the capacity, or the request names no bucket.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use tower_token_bucket::outbound::AcquireError;
+    ///
+    /// assert!(AcquireError::TooDear { cost: 11, capacity: 10 }.is_permanent());
+    /// assert!(!AcquireError::Crowded.is_permanent(), "though nobody knows for how long");
+    /// ```
     #[must_use]
     pub fn is_permanent(&self) -> bool {
         matches!(self, Self::TooDear { .. } | Self::NoKey(_))

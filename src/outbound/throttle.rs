@@ -134,6 +134,18 @@ impl<St: Store> ThrottleLayer<St> {
     ///
     /// Only for a peer whose limit is that of the key, and not one that it has for each path.
     ///
+    /// # Example
+    ///
+    /// ```
+    /// use tower_token_bucket::outbound::{AdaptiveRate, Limiter, ThrottleLayer};
+    /// use tower_token_bucket::{MemoryStore, Quota};
+    ///
+    /// let quota = Quota::per_second(10);
+    /// let limiter = Limiter::new(MemoryStore::new(), "webhooks", quota).adaptive(AdaptiveRate::of(quota));
+    /// let throttle = ThrottleLayer::new(limiter).read_ratelimit_fields();
+    /// # let _ = throttle;
+    /// ```
+    ///
     /// # Panics
     ///
     /// When the limiter does not adapt; [`try_read_ratelimit_fields`](Self::try_read_ratelimit_fields) returns the error.

@@ -275,6 +275,15 @@ impl RedisStore {
     ///
     /// A refund or a reset that another instance makes is seen a second later at the latest. In a cluster, limits of one
     /// request on several identities are asked each time.
+    ///
+    /// # Example
+    ///
+    /// ```no_run
+    /// # async fn example() -> Result<(), tower_token_bucket::ConfigError> {
+    /// let store = tower_token_bucket::RedisStore::connect("redis://127.0.0.1:6379").await?.remember_denials(false);
+    /// # Ok(())
+    /// # }
+    /// ```
     #[must_use]
     pub fn remember_denials(mut self, remember: bool) -> Self {
         self.denials = remember.then(|| Arc::new(Denials::new()));
