@@ -532,6 +532,34 @@ fn a_store_whose_runtime_ends_while_it_connects_connects_in_another() {
     heals(&runtime(), &store);
 }
 
+/// A worker that is still at a check when its runtime ends: what it spawns then is dropped at once, by that worker.
+#[test]
+fn a_check_in_a_runtime_that_ends_comes_to_an_end() {
+    let server = Server::start();
+    let ended = runtime();
+    let handle = ended.handle().clone();
+    let store = ended.block_on(connect(&server));
+    let known = ended.block_on(known(&server));
+    drop(ended);
+    let (done, is_done) = std::sync::mpsc::channel();
+    let stores = [store.clone(), known.clone()];
+    std::thread::spawn(move || {
+        let _entered = handle.enter();
+        for store in stores {
+            for _ in 0..3 {
+                done.send(by_hand(store.acquire(&take(1))).map(drop)).unwrap();
+            }
+        }
+    });
+    for _ in 0..6 {
+        let error = is_done.recv_timeout(LONG).expect("it hangs, or has panicked").unwrap_err();
+        assert!([RedisErrorKind::Lost, RedisErrorKind::Unreachable].contains(&error.kind()), "{error}");
+    }
+    for store in [store, known] {
+        heals(&runtime(), &store);
+    }
+}
+
 /// The same where the runtime is still there, and does nothing.
 #[test]
 fn a_store_whose_runtime_stands_still_while_it_connects_connects_in_another() {

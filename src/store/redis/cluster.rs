@@ -158,6 +158,8 @@ impl Cluster {
         let is_looking = state.looking.is_some_and(|since| since.elapsed() < LOOK_AGAIN);
         if !is_looking && state.last.is_none_or(|last| last.elapsed() >= PAUSE) {
             state.looking = Some(Instant::now());
+            // A runtime that ends drops it at once: nothing of the caller's is locked then.
+            drop(state);
             runtime.spawn(Arc::clone(self).look_now());
         }
     }

@@ -257,6 +257,8 @@ impl Shared {
         link.attempts += 1;
         let result = Err((ErrorKind::Io, "the attempt to connect was not brought to its end").into());
         let attempt = Attempt { shared: Arc::clone(self), generation: link.attempts, result };
+        // A runtime that ends drops it at once, and it says so under this lock.
+        drop(link);
         runtime.spawn(attempt.connect());
         Ok(None)
     }
@@ -273,9 +275,10 @@ impl Shared {
     fn lost(&self, generation: Generation) {
         self.lost.send_if_modified(|lost| std::mem::replace(lost, generation.max(*lost)) < generation);
         let mut link = self.link();
-        if link.open.as_ref().is_some_and(|open| open.generation == generation) {
-            link.open = None;
-        }
+        let gone = link.open.take_if(|open| open.generation == generation);
+        // What closes a connection is not for this lock.
+        drop(link);
+        drop(gone);
     }
 }
 
