@@ -6,9 +6,12 @@ use std::future::{Future, pending, ready};
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::process::Command;
+use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
-use ::metrics::{Unit, set_default_local_recorder};
+use ::metrics::{
+    Counter, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit, set_default_local_recorder,
+};
 use axum::Router;
 use axum::body::Body;
 use axum::extract::ConnectInfo;
@@ -19,8 +22,8 @@ use tokio::time::{Instant, advance, sleep};
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_token_bucket::outbound::{AdaptiveRate, Limiter};
 use tower_token_bucket::{
-    ApiKey, BucketKey, Charge, ClientIp, CostTable, Decision, Global, KeyExtractor, Limit, MemoryStore, OnStoreFailure,
-    Quota, RedisError, RedisStore, Store, TokenBucketLayer,
+    ApiKey, BucketKey, Charge, ClientIp, CostTable, Decision, Global, Health, KeyExtractor, Limit, MemoryStore,
+    OnStoreFailure, Quota, RedisError, RedisStore, Store, TokenBucketLayer,
 };
 use tracing::field::Empty;
 use tracing::{Instrument, info_span};
@@ -264,6 +267,46 @@ async fn redis_its_failures_by_kind_and_its_breaker() {
         sleep(Duration::from_millis(20)).await;
         send(&router, ask()).await;
     }
+}
+
+/// A recorder that looks at the store whenever a gauge is set.
+#[derive(Default)]
+struct Curious(Series, OnceLock<RedisStore>, Mutex<Vec<Health>>);
+
+impl Recorder for Curious {
+    fn describe_counter(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+
+    fn describe_gauge(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+
+    fn describe_histogram(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+
+    fn register_counter(&self, key: &Key, metadata: &Metadata<'_>) -> Counter {
+        self.0.register_counter(key, metadata)
+    }
+
+    fn register_gauge(&self, key: &Key, metadata: &Metadata<'_>) -> Gauge {
+        if let Some(store) = self.1.get() {
+            self.2.lock().unwrap().push(store.health());
+        }
+        self.0.register_gauge(key, metadata)
+    }
+
+    fn register_histogram(&self, key: &Key, metadata: &Metadata<'_>) -> Histogram {
+        self.0.register_histogram(key, metadata)
+    }
+}
+
+#[tokio::test]
+async fn a_recorder_may_look_at_the_store_whose_breaker_it_hears_of() {
+    let (curious, server) = (Curious::default(), Server::start());
+    let _recorder = set_default_local_recorder(&curious);
+    let store = RedisStore::connect(&server.url()).await.unwrap();
+    curious.1.set(store.clone()).unwrap();
+    server.kill();
+    while curious.2.lock().unwrap().is_empty() {
+        let _: Result<_, RedisError> = store.reset(&limit("all", 2), BucketKey::global()).await;
+    }
+    assert_eq!(curious.2.lock().unwrap()[0], Health::Open);
 }
 
 /// What it remembers would be an answer.

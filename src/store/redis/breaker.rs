@@ -52,6 +52,8 @@ pub(super) struct Breaker {
     /// The operator has been told that it opened, and not yet that all is well.
     told: AtomicBool,
     state: Mutex<State>,
+    /// Held while the state is told.
+    telling: Mutex<()>,
     /// The server's address.
     node: Box<str>,
 }
@@ -87,13 +89,22 @@ impl Breaker {
     pub(super) fn new(node: &str, now: Instant) -> Self {
         metrics::breaker_is(node, Health::Closed);
         let state = State { health: Health::Closed, probe_at: now, pause: PAUSE, since: now, closed: now };
-        Self { failures: AtomicU32::new(0), told: AtomicBool::new(false), state: Mutex::new(state), node: node.into() }
+        Self {
+            failures: AtomicU32::new(0),
+            told: AtomicBool::new(false),
+            state: Mutex::new(state),
+            telling: Mutex::new(()),
+            node: node.into(),
+        }
     }
 
-    /// Changes the state, when all else is done. Under its lock, so that the last state is told last.
-    fn set(&self, state: &mut State, health: Health) {
+    /// Changes the state, when all else is done, and tells it when that is unlocked: a recorder is foreign, and may ask for
+    /// it. Who tells reads it again, so that the last state is told last.
+    fn set(&self, mut state: MutexGuard<'_, State>, health: Health) {
         state.health = health;
-        metrics::breaker_is(&self.node, health);
+        drop(state);
+        let _order = self.telling.lock().unwrap_or_else(PoisonError::into_inner);
+        metrics::breaker_is(&self.node, self.health());
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -114,7 +125,7 @@ impl Breaker {
                 Health::Closed => {}
                 Health::Open | Health::Probing if now >= state.probe_at => {
                     state.probe_at = now + PROBE_MAX;
-                    self.set(&mut state, Health::Probing);
+                    self.set(state, Health::Probing);
                     return Ok(Ticket { began: now, probe: true });
                 }
                 Health::Open => return Err(state.probe_at - now),
@@ -147,7 +158,7 @@ impl Breaker {
         if ticket.probe {
             state.closed = Instant::now();
             self.failures.store(0, Ordering::Relaxed);
-            self.set(&mut state, Health::Closed);
+            self.set(state, Health::Closed);
             return None;
         }
         // An answer that was on its way when the breaker opened does not close it.
@@ -169,7 +180,7 @@ impl Breaker {
         if ticket.probe {
             state.pause = (state.pause * 2).min(PAUSE_MAX);
             state.probe_at = now + state.pause;
-            self.set(&mut state, Health::Open);
+            self.set(state, Health::Open);
             return None;
         }
         if state.health != Health::Closed {
@@ -185,7 +196,7 @@ impl Breaker {
         let pause = if is_told { (state.pause * 2).min(PAUSE_MAX) } else { PAUSE };
         let since = if is_told { state.since } else { ticket.began };
         *state = State { probe_at: now + pause, pause, since, ..*state };
-        self.set(&mut state, Health::Open);
+        self.set(state, Health::Open);
         (!is_told).then_some(Change::Opened)
     }
 
@@ -194,7 +205,7 @@ impl Breaker {
         if ticket.probe {
             let mut state = self.state();
             state.probe_at = now;
-            self.set(&mut state, Health::Open);
+            self.set(state, Health::Open);
         }
     }
 }
