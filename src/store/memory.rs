@@ -6,7 +6,7 @@ use std::fmt;
 use std::future::{Ready, ready};
 use std::hash::{BuildHasher as _, RandomState};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use smallvec::SmallVec;
@@ -73,8 +73,8 @@ struct Shared {
     buckets_per_shard: usize,
     overflowed: AtomicU64,
     held: metrics::Held,
-    /// Buckets whose rate adapts.
-    paces: Mutex<Paces>,
+    /// Buckets whose rate adapts: made when there are any.
+    paces: OnceLock<Paces>,
 }
 
 /// Buckets under one lock, in a chained hash table that grows by one place and one chain at a time (linear hashing).
@@ -162,7 +162,7 @@ impl MemoryStore {
             buckets_per_shard: buckets.div_ceil(shards).min(1 << 31),
             overflowed: AtomicU64::new(0),
             held: metrics::Held::default(),
-            paces: Mutex::new(Paces::new(buckets)),
+            paces: OnceLock::new(),
         };
         Self { shared: Arc::new(shared) }
     }
@@ -212,19 +212,13 @@ impl Pacer for MemoryStore {
 impl MemoryStore {
     /// Goes on from what another store has said of a rate that adapts, at one `share`-th of it.
     pub(crate) fn go_on_from(&self, pacing: &Pacing, reply: PaceReply, share: u32) {
-        let mut paces = self.shared.paces();
-        let now_us = self.shared.now_us() + pace::BEGIN_US;
-        let pace = Pace::of_reply(reply, &pacing.settings, share, now_us);
-        paces.go_on_from(pacing, pace, now_us);
+        let pace = |now_us| Pace::of_reply(reply, &pacing.settings, share, now_us);
+        self.shared.paces().go_on_from(pacing, || self.shared.now_us() + pace::BEGIN_US, pace);
     }
 
     /// Answers one question about a rate that adapts.
     pub(crate) fn pace_now(&self, pacing: &Pacing) -> PaceReply {
-        let mut paces = self.shared.paces();
-        // Read under the lock, so that nobody goes on from an earlier time than another.
-        let now_us = self.shared.now_us() + pace::BEGIN_US;
-        let (reply, is_overflow) = paces.ask(pacing, now_us);
-        drop(paces);
+        let (reply, is_overflow) = self.shared.paces().ask(pacing, || self.shared.now_us() + pace::BEGIN_US);
         if is_overflow {
             self.shared.count_overflow();
         }
@@ -439,8 +433,8 @@ impl Shared {
         self.names.name(charge.limit().hash_128(), Names::OVERFLOW)
     }
 
-    fn paces(&self) -> MutexGuard<'_, Paces> {
-        self.paces.lock().unwrap_or_else(PoisonError::into_inner)
+    fn paces(&self) -> &Paces {
+        self.paces.get_or_init(|| Paces::new(self.buckets_per_shard * self.shards.len()))
     }
 
     fn count_overflow(&self) {

@@ -298,6 +298,29 @@ fn rates_that_adapt_fit_into_the_bound_of_a_memory_store() {
     assert!(kept < 1 << 20, "{kept} bytes are kept for 64 buckets");
 }
 
+/// Also where threads come at once, each to a lock of its own: not one more has a rate of its own.
+#[test]
+fn threads_that_flood_a_memory_store_with_rates_do_not_pass_its_bound() {
+    const MOST: u64 = 4_096;
+    let store = MemoryStore::with_buckets(MOST as usize);
+    let limiter = Limiter::new(store.clone(), NAME, b(10, 10)).adaptive(AdaptiveRate::below(10.0));
+    std::thread::scope(|scope| {
+        for thread in 0..4u64 {
+            let limiter = &limiter;
+            scope.spawn(move || {
+                let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+                runtime.block_on(async {
+                    for endpoint in 0..5_000u64 {
+                        let key = BucketKey::id((thread << 32 | endpoint).to_le_bytes());
+                        limiter.refused(key, Some(s(60))).await.unwrap();
+                    }
+                });
+            });
+        }
+    });
+    assert_eq!(store.overflowed(), 4 * 5_000 - MOST);
+}
+
 /// While Redis answers, senders give no more than its buckets hold, however many keys are waited for at a time: those
 /// that wait can wait for a place on the wire as well.
 #[tokio::test]
