@@ -34,6 +34,7 @@ pub async fn check<S: Store>(store: &S) {
     a_changed_quota_keeps_the_tokens(asked).await;
     a_debt_refills_first(asked).await;
     a_promise_is_kept(asked).await;
+    an_answer_at_once_is_the_same_step(asked).await;
     nobody_overdraws(asked).await;
 }
 
@@ -220,6 +221,28 @@ async fn a_promise_is_kept(asked: &Asked<'_, impl Store>) {
     tokio::time::sleep(wait + Duration::from_millis(1)).await;
     assert!(asked.acquire(&take).await.is_allowed(), "it passes after the {wait:?} that were promised");
     assert!(!asked.acquire(&take).await.is_allowed(), "and only once");
+}
+
+async fn an_answer_at_once_is_the_same_step(asked: &Asked<'_, impl Store>) {
+    let one = |amount| [asked.charge("at once", "a", slow(3), amount)];
+    let (mut taken, mut refused) = (0, 0);
+    for _ in 0..5 {
+        let Some(decision) = asked.store.acquire_at_once(&one(Take(1))) else {
+            // Then nothing has been charged.
+            asked.expect(&one(Peek), true, &[3 - taken]).await;
+            continue;
+        };
+        if decision.is_allowed() {
+            taken += 1;
+        } else {
+            refused += 1;
+        }
+        let left = 3u64.saturating_sub(taken);
+        assert_eq!(decision.remaining(), Some(left), "what is left after {taken} of 3 tokens were taken at once");
+        // Whoever asks by `acquire` finds the same bucket.
+        asked.expect(&one(Peek), true, &[left]).await;
+    }
+    assert!(taken <= 3 && (refused == 0 || taken == 3), "{taken} of 3 taken at once, {refused} refused");
 }
 
 async fn nobody_overdraws(asked: &Asked<'_, impl Store>) {
