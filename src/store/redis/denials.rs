@@ -24,7 +24,7 @@ use crate::quota::Quota;
 const ASK_AGAIN: Duration = Duration::from_secs(1);
 /// Locks over disjoint parts.
 const SHARDS: usize = 16;
-/// Denials in each part: about 5 MB in all.
+/// Denials in each part: about 5 MB in all, where they are of one or two limits.
 const DENIALS: usize = 1024;
 /// Places looked at for a denial that is over, where a part is full.
 const LOOK_AT: usize = 8;
