@@ -5,8 +5,7 @@ use std::convert::Infallible;
 use std::fmt;
 use std::future::{Ready, ready};
 use std::hash::{BuildHasher as _, RandomState};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::Duration;
 
 use smallvec::SmallVec;
@@ -22,6 +21,7 @@ use crate::pace::{self, Pace, PaceReply};
 use crate::quota::Quota;
 use crate::store::Store;
 use crate::store::paces::Paces;
+use crate::store::sync::{AtomicU64, Mutex, MutexGuard, Ordering};
 use crate::{log, metrics};
 
 /// Fewest and most locks over disjoint parts of the buckets: powers of two.
@@ -181,14 +181,7 @@ impl MemoryStore {
 
     /// Makes all charges or none, at once.
     pub(crate) fn acquire_now(&self, charges: &[Charge]) -> Decision {
-        let shared = &*self.shared;
-        let now_us = shared.now_us();
-        if let [charge] = charges {
-            return Decision::of_one(charge, shared.acquire_one(charge, now_us));
-        }
-        let two = <&[Charge; 2]>::try_from(charges).ok().and_then(|two| shared.acquire_two(two, now_us));
-        let replies = two.unwrap_or_else(|| shared.acquire_all(charges, now_us));
-        Decision::of_replies(charges, replies.into_iter().map(Some))
+        self.shared.acquire(charges, self.shared.now_us())
     }
 }
 
@@ -301,6 +294,16 @@ impl Shared {
     /// The number of the shard; chains are told apart by the other half of the name.
     fn shard(&self, name: Name) -> usize {
         name[0] as usize & (self.shards.len() - 1)
+    }
+
+    /// Makes all charges or none.
+    fn acquire(&self, charges: &[Charge], now_us: u64) -> Decision {
+        if let [charge] = charges {
+            return Decision::of_one(charge, self.acquire_one(charge, now_us));
+        }
+        let two = <&[Charge; 2]>::try_from(charges).ok().and_then(|two| self.acquire_two(two, now_us));
+        let replies = two.unwrap_or_else(|| self.acquire_all(charges, now_us));
+        Decision::of_replies(charges, replies.into_iter().map(Some))
     }
 
     /// One charge, under one lock.
@@ -601,7 +604,10 @@ impl Shard {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, shuttle))]
+mod races;
+
+#[cfg(all(test, not(shuttle)))]
 mod tests {
     use super::*;
 

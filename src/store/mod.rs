@@ -12,6 +12,7 @@ pub(crate) mod memory;
 mod paces;
 #[cfg(feature = "redis")]
 pub(crate) mod redis;
+mod sync;
 
 /// Where buckets live: makes all charges of a request in one step, or none.
 ///

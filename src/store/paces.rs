@@ -1,14 +1,14 @@
 //! Rates that adapt, in the memory of this process.
 
 use std::hash::{BuildHasher, RandomState};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
 
 use hashbrown::HashTable;
 
 use crate::key::BucketKey;
 use crate::outbound::Pacing;
 use crate::pace::{self, Pace, PaceReply, PaceSettings};
+use crate::store::sync::{AtomicUsize, Mutex, MutexGuard, Ordering};
 
 /// Places looked at for a rate to forget whenever a new one is kept.
 const LOOK_AT: usize = 8;
