@@ -224,7 +224,7 @@ async fn a_promise_is_kept(asked: &Asked<'_, impl Store>) {
 }
 
 async fn an_answer_at_once_is_the_same_step(asked: &Asked<'_, impl Store>) {
-    let one = |amount| [asked.charge("at once", "a", slow(3), amount)];
+    let one = |amount| [asked.charge("at-once", "a", slow(3), amount)];
     let (mut taken, mut refused) = (0, 0);
     for _ in 0..5 {
         let Some(decision) = asked.store.acquire_at_once(&one(Take(1))) else {

@@ -10,7 +10,9 @@ use redis::aio::{ConnectionLike, MultiplexedConnection};
 use redis::{Cmd, RedisFuture};
 use tokio::task::JoinSet;
 use tower_token_bucket::conformance::{self, Model};
-use tower_token_bucket::{Amount, BucketKey, Charge, LimitName, Quota, RedisStore, Store, redis};
+use tower_token_bucket::{
+    Amount, BucketKey, Charge, Decision, LimitName, MemoryStore, Quota, RedisStore, Store, redis,
+};
 
 use crate::redis_script::RIGHTS;
 use crate::server::{Server, Value};
@@ -40,7 +42,32 @@ async fn the_store_keeps_the_contract_on_every_kind_of_connection() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_memory_store_keeps_the_same_contract() {
-    conformance::check(&tower_token_bucket::MemoryStore::new()).await;
+    conformance::check(&MemoryStore::new()).await;
+}
+
+/// What it answers at once is about other buckets.
+#[derive(Clone, Debug, Default)]
+struct Doubled(MemoryStore, MemoryStore);
+
+impl Store for Doubled {
+    type Error = <MemoryStore as Store>::Error;
+    type Future = <MemoryStore as Store>::Future;
+
+    fn acquire(&self, charges: &[Charge]) -> Self::Future {
+        self.0.acquire(charges)
+    }
+
+    fn acquire_at_once(&self, charges: &[Charge]) -> Option<Decision> {
+        self.1.acquire_at_once(charges)
+    }
+}
+
+#[tokio::test]
+async fn a_store_that_answers_at_once_from_other_buckets_does_not_keep_it() {
+    let checked = tokio::spawn(async { conformance::check(&Doubled::default()).await });
+    let panic = checked.await.unwrap_err().into_panic();
+    let text = panic.downcast_ref::<String>().unwrap();
+    assert!(text.contains("at-once"), "{text}");
 }
 
 #[tokio::test]
