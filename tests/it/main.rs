@@ -76,6 +76,7 @@ mod arithmetic;
 mod breakage;
 #[cfg(target_os = "linux")]
 mod clock;
+mod code_map;
 mod denials;
 mod dropped;
 mod faults;
