@@ -46,6 +46,42 @@ pub trait Cost: Send + Sync + 'static {
 
     /// The template of the route that a request is for, where no router has matched one: a label of the `metrics` feature.
     /// Of a few texts that are known in advance; never anything that a client has written.
+    /// # Example
+    ///
+    /// ```
+    /// use http::request::Parts;
+    /// use tower_token_bucket::{Cost, Limit, Quota};
+    ///
+    /// /// Behind a gateway that names the operation in a header.
+    /// struct ByOperation;
+    ///
+    /// impl ByOperation {
+    ///     fn operation(parts: &Parts) -> Option<(&'static str, u64)> {
+    ///         match parts.headers.get("x-operation")?.as_bytes() {
+    ///             b"search" => Some(("search", 3)),
+    ///             b"report" => Some(("report", 10)),
+    ///             _ => None,
+    ///         }
+    ///     }
+    /// }
+    ///
+    /// impl Cost for ByOperation {
+    ///     fn cost(&self, parts: &Parts) -> u64 {
+    ///         Self::operation(parts).map_or(1, |(_, cost)| cost)
+    ///     }
+    ///
+    ///     fn largest(&self) -> Option<(u64, String)> {
+    ///         Some((10, "report".to_owned()))
+    ///     }
+    ///
+    ///     fn template(&self, parts: &Parts) -> Option<&str> {
+    ///         Self::operation(parts).map(|(name, _)| name)
+    ///     }
+    /// }
+    ///
+    /// let limit = Limit::new("per-key", Quota::per_second(10)).cost(ByOperation);
+    /// # let _ = limit;
+    /// ```
     fn template(&self, parts: &Parts) -> Option<&str> {
         let _ = parts;
         None

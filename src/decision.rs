@@ -49,6 +49,24 @@ impl Reply {
 }
 
 /// Where a decision comes from.
+/// # Example
+///
+/// ```
+/// use std::sync::Arc;
+/// use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+/// use tower_token_bucket::{Limit, MemoryStore, Quota, Source, TokenBucketLayer};
+///
+/// /// How many requests were decided without the store.
+/// let blind = Arc::new(AtomicU64::new(0));
+/// let count = Arc::clone(&blind);
+/// let limit = Limit::new("per-address", Quota::per_second(10));
+/// let layer = TokenBucketLayer::new(MemoryStore::new(), limit).on_decision(move |decision| {
+///     if matches!(decision.source(), Source::Local | Source::Policy) {
+///         count.fetch_add(1, Relaxed);
+///     }
+/// });
+/// # let _ = layer;
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Source {
@@ -244,6 +262,31 @@ impl Decision {
 }
 
 /// What one limit says of a request.
+/// # Example
+///
+/// ```
+/// use tower_token_bucket::{Amount, BucketKey, Charge, LimitName, MemoryStore, Quota, Store};
+///
+/// # #[tokio::main(flavor = "current_thread", start_paused = true)]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let (second, day) = (LimitName::try_new("second")?, LimitName::try_new("day")?);
+/// let take = |cost| {
+///     [
+///         Charge::new(second.clone(), BucketKey::global(), Quota::per_second(5), Amount::Take(cost)),
+///         Charge::new(day.clone(), BucketKey::global(), Quota::per_day(1_000), Amount::Take(cost)),
+///     ]
+/// };
+/// let store = MemoryStore::new();
+/// store.acquire(&take(4)).await?;
+/// let decision = store.acquire(&take(2)).await?;
+/// let [second, day] = decision.outcomes() else { unreachable!("one for each charge") };
+/// assert!(second.refuses() && !day.refuses());
+/// assert_eq!(second.remaining(), Some(1));
+/// assert_eq!(second.retry_after().unwrap().as_millis(), 200); // until there are two
+/// assert_eq!(day.remaining(), Some(996)); // it keeps what the other has refused
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone)]
 pub struct Outcome {
     limit: LimitName,

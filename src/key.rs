@@ -167,6 +167,32 @@ impl fmt::Debug for BucketKey {
 }
 
 /// Why a request has no bucket key.
+/// An extractor of your own returns one; [`or`](KeyExtractor::or) asks the next extractor instead.
+///
+/// # Example
+///
+/// ```
+/// use http::request::Parts;
+/// use tower_token_bucket::{BucketKey, ClientIp, KeyExtractor, Limit, NoKey, Quota};
+///
+/// /// Put into the extensions of each request by what authenticates.
+/// #[derive(Clone)]
+/// struct Tenant(u64);
+///
+/// struct ByTenant;
+///
+/// impl KeyExtractor for ByTenant {
+///     fn extract(&self, parts: &Parts) -> Result<BucketKey, NoKey> {
+///         let Tenant(id) = parts.extensions.get().ok_or(NoKey::Identity)?;
+///         Ok(BucketKey::id(id.to_le_bytes()))
+///     }
+/// }
+///
+/// let limit = Limit::new("per-tenant", Quota::per_minute(600)).key_by(ByTenant.or(ClientIp::peer()));
+/// # let _ = limit;
+/// let (parts, ()) = http::Request::new(()).into_parts();
+/// assert_eq!(ByTenant.extract(&parts).unwrap_err(), NoKey::Identity);
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum NoKey {

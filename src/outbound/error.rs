@@ -106,6 +106,31 @@ impl fmt::Display for AcquireError {
 impl Error for AcquireError {}
 
 /// Why a [`Throttle`](super::Throttle) has no response.
+/// The two are never to be mixed up: only [`Inner`](Self::Inner) says something of the peer, and counts as an attempt.
+///
+/// # Example
+///
+/// ```
+/// use std::time::Duration;
+/// use tower_token_bucket::outbound::{AcquireError, ThrottleError};
+///
+/// /// After how long a dispatcher puts the event back into its queue; `None` for one that it gives up.
+/// fn again_after<E>(error: &ThrottleError<E>, attempts: &mut u32) -> Option<Duration> {
+///     match error {
+///         ThrottleError::Acquire(error) if error.is_permanent() => None,
+///         ThrottleError::Acquire(error) => Some(error.retry_after().unwrap_or(Duration::from_secs(1))),
+///         ThrottleError::Inner(_) => {
+///             *attempts += 1;
+///             (*attempts < 5).then(|| Duration::from_secs(1 << *attempts))
+///         }
+///     }
+/// }
+///
+/// let (mut attempts, retry_after) = (0, Duration::from_millis(700));
+/// let no_tokens = ThrottleError::<std::io::Error>::Acquire(AcquireError::NoTokens { retry_after });
+/// assert_eq!(again_after(&no_tokens, &mut attempts), Some(retry_after));
+/// assert_eq!(attempts, 0);
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ThrottleError<E> {
     /// There were no tokens: nothing was sent.

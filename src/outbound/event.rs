@@ -10,6 +10,28 @@ use crate::key::BucketKey;
 use crate::pace::PaceReply;
 
 /// The rate of a key, as all senders share it.
+/// What [`Limiter::rate_state`](super::Limiter::rate_state) returns, and what events carry.
+///
+/// # Example
+///
+/// ```
+/// use std::time::Duration;
+/// use tower_token_bucket::outbound::{AdaptiveRate, Limiter};
+/// use tower_token_bucket::{BucketKey, MemoryStore, Quota};
+///
+/// # #[tokio::main(flavor = "current_thread", start_paused = true)]
+/// # async fn main() -> Result<(), tower_token_bucket::outbound::AcquireError> {
+/// let quota = Quota::per_second(10);
+/// let limiter = Limiter::new(MemoryStore::new(), "webhooks", quota).adaptive(AdaptiveRate::of(quota));
+/// let endpoint = BucketKey::id("endpoint 7");
+/// limiter.refused(endpoint, Some(Duration::from_secs(30))).await?; // a 429 with `Retry-After: 30`
+/// let state = limiter.rate_state(endpoint).await?;
+/// assert_eq!(state.rate, 5.0); // half of it, from when the cooldown is over
+/// assert_eq!(state.cooldown, Duration::from_secs(30));
+/// assert_eq!(state.at_floor, None);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct RateState {
@@ -33,6 +55,30 @@ impl RateState {
 }
 
 /// What has happened, for [`Limiter::on_event`](super::Limiter::on_event).
+/// # Example
+///
+/// ```
+/// use std::sync::{Arc, Mutex};
+/// use std::time::Duration;
+/// use tower_token_bucket::outbound::{AcquireError, Event, Limiter};
+/// use tower_token_bucket::{BucketKey, MemoryStore, Quota};
+///
+/// # #[tokio::main(flavor = "current_thread", start_paused = true)]
+/// # async fn main() {
+/// let seen = Arc::new(Mutex::new(Vec::new()));
+/// let list = Arc::clone(&seen);
+/// let limiter = Limiter::new(MemoryStore::new(), "webhooks", Quota::per_minute(1))
+///     .on_event(move |_, event| list.lock().unwrap().push(event.clone()));
+/// let endpoint = BucketKey::id("endpoint 7");
+/// let _ = limiter.acquire(endpoint, 1).await;
+/// let _ = limiter.acquire(endpoint, 1).await;
+/// let retry_after = Duration::from_secs(60);
+/// assert_eq!(*seen.lock().unwrap(), [
+///     Event::Acquired { cost: 1, waited: Duration::ZERO },
+///     Event::NotAcquired(AcquireError::NoTokens { retry_after }),
+/// ]);
+/// # }
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Event {

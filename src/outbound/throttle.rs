@@ -192,6 +192,30 @@ impl<S, St> Layer<S> for ThrottleLayer<St> {
 }
 
 /// The client service that [`ThrottleLayer`] makes.
+/// Any HTTP client service can be inside. It is always ready, cloning it is as cheap as cloning the client, and all clones
+/// share the limiter.
+///
+/// # Example
+///
+/// ```
+/// use http::{Request, Response};
+/// use tower::{Layer, ServiceExt, service_fn};
+/// use tower_token_bucket::outbound::{Limiter, ThrottleError, ThrottleLayer};
+/// use tower_token_bucket::{MemoryStore, Quota};
+///
+/// # #[tokio::main(flavor = "current_thread", start_paused = true)]
+/// # async fn main() {
+/// let limiter = Limiter::new(MemoryStore::new(), "webhooks", Quota::per_minute(1));
+/// let client = service_fn(|_| async { Ok::<_, std::io::Error>(Response::new(())) });
+/// let throttle = ThrottleLayer::new(limiter).layer(client);
+///
+/// let to = |host: &str| Request::post(format!("https://{host}/hook")).body(()).unwrap();
+/// assert!(throttle.clone().oneshot(to("a.example")).await.is_ok());
+/// let again = throttle.clone().oneshot(to("a.example")).await;
+/// assert!(matches!(again, Err(ThrottleError::Acquire(_))), "the next token is 60 s away");
+/// assert!(throttle.oneshot(to("b.example")).await.is_ok(), "another host has a bucket of its own");
+/// # }
+/// ```
 pub struct Throttle<S, St> {
     inner: S,
     shared: Arc<Shared<St>>,

@@ -83,6 +83,17 @@ pub trait Store: Clone + Send + Sync + 'static {
     /// as by default, leaves the question to [`acquire_within`](Self::acquire_within); nothing has been charged then.
     ///
     /// It is the same step as `acquire`. A store around another one may leave it out, or pass it on as it does `acquire`.
+    /// # Example
+    ///
+    /// ```
+    /// use tower_token_bucket::{Amount, BucketKey, Charge, LimitName, MemoryStore, Quota, Store};
+    ///
+    /// let name = LimitName::try_new("everyone")?;
+    /// let take = Charge::new(name, BucketKey::global(), Quota::per_minute(4), Amount::Take(3));
+    /// let decision = MemoryStore::new().acquire_at_once(&[take]).expect("memory answers at once");
+    /// assert_eq!(decision.remaining(), Some(1));
+    /// # Ok::<(), tower_token_bucket::ConfigError>(())
+    /// ```
     fn acquire_at_once(&self, charges: &[Charge]) -> Option<Decision> {
         let _ = charges;
         None

@@ -28,6 +28,22 @@ const CONFIGURATION_TEXTS: [&str; 5] = [
 ];
 
 /// What kind of failure it was, and so whether tokens may have been taken.
+/// # Example
+///
+/// ```no_run
+/// use tower_token_bucket::{ConfigError, RedisErrorKind, RedisStore};
+///
+/// # async fn look() -> Result<(), ConfigError> {
+/// let store = RedisStore::connect("redis://127.0.0.1:6379").await?;
+/// // … the store goes to a layer, and some time later:
+/// if store.failures(RedisErrorKind::Configuration) > 0 {
+///     eprintln!("Redis refuses this service: look at its password and rights");
+/// }
+/// # Ok(())
+/// # }
+/// # drop(look());
+/// assert!(RedisErrorKind::Lost.is_unknown() && !RedisErrorKind::Unreachable.is_unknown());
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum RedisErrorKind {

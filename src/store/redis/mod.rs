@@ -394,6 +394,27 @@ impl Pacer for RedisStore {
 /// The answer of Redis to come.
 ///
 /// Dropped before it is sent it takes nothing; dropped later the tokens may be taken, and are not given back.
+/// # Example
+///
+/// Whoever asks the store by themselves brings the deadline:
+///
+/// ```no_run
+/// use std::time::Duration;
+/// use tokio::time::timeout;
+/// use tower_token_bucket::{Amount, BucketKey, Charge, LimitName, Quota, RedisStore, Store};
+///
+/// # async fn ask() -> Result<(), Box<dyn std::error::Error>> {
+/// let store = RedisStore::connect("redis://127.0.0.1:6379").await?;
+/// let name = LimitName::try_new("exports")?;
+/// let take = Charge::new(name, BucketKey::id("tenant 7"), Quota::per_hour(20), Amount::Take(1));
+/// let decision = timeout(Duration::from_millis(50), store.acquire(&[take])).await??;
+/// if let Some(wait) = decision.retry_after() {
+///     println!("the next export may begin in {wait:?}");
+/// }
+/// # Ok(())
+/// # }
+/// # drop(ask());
+/// ```
 #[must_use = "futures do nothing unless polled"]
 pub struct RedisAcquire {
     inner: Inner,
