@@ -43,22 +43,47 @@
 //! | | type | default |
 //! |---|---|---|
 //! | how much | [`Quota`]: capacity and refill rate | |
-//! | whose bucket | [`KeyExtractor`]: [`ApiKey`], [`ClientIp`], [`Global`], closures | the peer's address |
+//! | whose bucket | [`KeyExtractor`]: [`ApiKey`], [`ClientIp`], [`Identity`], [`Global`], `a.or(b)`, closures | the peer's address |
 //! | what it costs | [`Cost`]: [`CostTable`], closures | 1 |
 //! | where buckets live | [`Store`]: [`MemoryStore`], `RedisStore` (feature `redis`), your own | |
 //!
 //! A [`Limit`] is a named quota with its key and cost. A layer has one or more, and charges all of them or none.
 //!
+//! # What the client is told
+//!
+//! A refusal is 429 with `Retry-After` (whole seconds, rounded up: whoever sleeps for so long passes, unless others take the
+//! tokens), `Cache-Control: no-store` and an `application/problem+json` body that names the limits that refused. Every
+//! response to a request that a bucket was asked for has `RateLimit` and `RateLimit-Policy`; [`HeaderStyle`] chooses others,
+//! or none. A request of gRPC is refused with the status 8, 14 or 16 in trailers only. The module [`rejection`] is about
+//! responses of your own, and [`headers::EXPOSE_HEADERS`] is what a CORS layer further out has to expose.
+//!
+//! A [`Decision`] is in the extensions of every request that is let through, and of every response.
+//!
 //! # When the store fails
 //!
-//! One [deadline](TokenBucketLayer::deadline) covers the whole check. After it, or after an error, [`OnStoreFailure`]
-//! applies: the same limits on this instance alone (the default), no limit, or 503. The inner service never sees an
-//! error of the store. A `RedisStore` that has failed a few times in a row answers at once, until it is well again.
+//! One [deadline](TokenBucketLayer::deadline), 50 ms by default, covers the whole check. After it, or after an error,
+//! [`OnStoreFailure`] applies, of the layer or of a [limit](Limit::on_store_failure): the same limits on this instance alone
+//! (`Local`, the default), no limit (`Allow`), or 503 with `Retry-After` (`Deny`). The inner service never sees an error of
+//! the store. A `RedisStore` that has failed five times in a row answers at once, until it is well again. Tokens that a check
+//! may have taken are not given back, and no command is sent a second time whose outcome is not known.
+//!
+//! # When there is no key
+//!
+//! A request without an accepted credential is answered with 401; with [`or`](KeyExtractor::or) it is charged to
+//! another key, such as its address. A request whose peer address is unknown is answered with 503, and one line in the
+//! log says how the server has to be started. Requests that cost nothing need no key.
+//!
+//! # When a request costs more than a full bucket
+//!
+//! No wait can help. A [`CostTable`] with such a cost is refused when the limit is built, but where
+//! [plans](Limit::quota_by) have capacities of their own. A cost that is only known with the request is answered with 429
+//! without `Retry-After`, whatever the policy for failures is, and no store is asked.
 //!
 //! # While it runs
 //!
 //! [`LimitsHandle`] replaces the limits, [`Settle`] charges what a request has really cost, [`Store::peek`],
-//! [`reset`](Store::reset) and [`penalize`](Store::penalize) are for operators.
+//! [`reset`](Store::reset) and [`penalize`](Store::penalize) are for operators. A limit in
+//! [shadow](Limit::shadow) decides and refuses nothing.
 //!
 //! # What is seen
 //!
@@ -96,17 +121,6 @@
 //!
 //! [`outbound`] waits for tokens before a peer is called, and obeys what the peer says.
 //!
-//! # When there is no key
-//!
-//! A request without an accepted credential is answered with 401; with [`or`](KeyExtractor::or) it is charged to
-//! another key, such as its address. A request whose peer address is unknown is answered with 503, and one line in the
-//! log says how the server has to be started. Requests that cost nothing need no key.
-//!
-//! # When a request costs more than a full bucket
-//!
-//! No wait can help. A [`CostTable`] with such a cost is refused when the limit is built. A cost that is only known with
-//! the request is answered with 429 without `Retry-After`, whatever the policy for failures is, and no store is asked.
-//!
 //! # Features
 //!
 //! | feature | what for | default |
@@ -119,6 +133,17 @@
 //! | `ratelimit-fields` | the sender's side reads a peer's `RateLimit` fields | |
 //! | `serde` | `config`: limits from a file | |
 //! | `conformance` | `conformance`: tests and the exact model for those who write a store | |
+//!
+//! # Guides
+//!
+//! - [README](https://docs.rs/crate/tower-token-bucket/latest): which key for which deployment, Redis and its settings, what
+//!   is promised when something fails, the code map.
+//! - [Moving here](https://docs.rs/crate/tower-token-bucket/latest/source/docs/migrating.md) from tower_governor or from a
+//!   counter in Redis, and why a token bucket.
+//! - [Planning](https://docs.rs/crate/tower-token-bucket/latest/source/docs/planning.md) for more than one Redis.
+//! - [Beside others](https://docs.rs/crate/tower-token-bucket/latest/source/docs/peers.md): what other crates do better, and
+//!   when not to use this one.
+//! - [What a request costs](https://docs.rs/crate/tower-token-bucket/latest/source/docs/request.md), by part.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod error;
