@@ -16,6 +16,23 @@ use crate::store::memory::MemoryStore;
 /// What happens to a request when the store fails: an error, or no answer within the deadline.
 ///
 /// A cost above the capacity is refused under every policy.
+/// # Example
+///
+/// With four instances, so that in an outage they keep to the limit together; logins are rather refused than let through without
+/// their limit:
+///
+/// ```
+/// use tower_token_bucket::{ConfigError, Limit, OnStoreFailure, Quota, Store, TokenBucketLayer};
+///
+/// fn layer<St: Store>(store: St) -> Result<TokenBucketLayer<St>, ConfigError> {
+///     let requests = Limit::new("requests", Quota::per_second(100));
+///     let logins = Limit::new("logins", Quota::per_minute(10)).on_store_failure(OnStoreFailure::Deny);
+///     Ok(TokenBucketLayer::try_new(store, [requests, logins])?
+///         .on_store_failure(OnStoreFailure::Local)
+///         .share(4))
+/// }
+/// # layer(tower_token_bucket::MemoryStore::new()).unwrap();
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OnStoreFailure {

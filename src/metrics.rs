@@ -4,6 +4,20 @@
 //! Install the recorder before the first layer, limiter or store is made: gauges that are set by then, and descriptions,
 //! reach nobody. What is counted later reaches a recorder that is installed later. Without a recorder nothing is kept.
 //!
+//! ```no_run
+//! # type PrometheusRecorder = metrics::NoopRecorder;
+//! # use tower_token_bucket::{Limit, MemoryStore, Quota, TokenBucketLayer};
+//! # fn recorder() -> PrometheusRecorder { metrics::NoopRecorder }
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! // Such as `metrics_exporter_prometheus::PrometheusBuilder::new().build_recorder()`.
+//! metrics::set_global_recorder(recorder())?;
+//! let limit = Limit::new("per-address", Quota::per_second(10));
+//! let layer = TokenBucketLayer::new(MemoryStore::new(), limit);
+//! # let _ = layer;
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! | series | type, unit | labels | what |
 //! |---|---|---|---|
 //! | `token_bucket_decisions_total` | counter | `limit`, `method`, `route`, `outcome`, `source` | one for each limit that a request asks |

@@ -307,6 +307,20 @@ impl<B: From<Bytes>> ResponseForRejection<B> for Problem {
 }
 
 /// A response without a body, for bodies that are only `Default`, as tonic's is.
+/// # Example
+///
+/// ```
+/// use tower_token_bucket::rejection::Empty;
+/// use tower_token_bucket::{Limit, MemoryStore, Quota, TokenBucketLayer};
+///
+/// let limit = Limit::new("per-address", Quota::per_second(10));
+/// let layer = TokenBucketLayer::new(MemoryStore::new(), limit).rejection(Empty);
+/// // For tonic's `Server::builder().layer(layer)`.
+/// # fn tonic<S>(layer: &impl tower::Layer<S, Service: tower::Service<http::Request<tonic::body::Body>>>) {}
+/// # type Inner = tower::util::BoxCloneService<
+/// #     http::Request<tonic::body::Body>, http::Response<tonic::body::Body>, std::convert::Infallible>;
+/// # tonic::<Inner>(&layer);
+/// ```
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Empty;
 

@@ -19,6 +19,27 @@ use crate::store::Store;
 ///
 /// Readiness is that of the inner service, which is held while the store decides and is free again after a denial or a
 /// drop. Errors are those of the inner service.
+/// # Example
+///
+/// Around any service from `http::Request` to `http::Response`, without a router:
+///
+/// ```
+/// use bytes::Bytes;
+/// use http::{Request, Response};
+/// use http_body_util::Full;
+/// use tower::{Layer, ServiceExt, service_fn};
+/// use tower_token_bucket::{Global, Limit, MemoryStore, Quota, TokenBucket, TokenBucketLayer};
+///
+/// # #[tokio::main(flavor = "current_thread", start_paused = true)]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let limit = Limit::new("everyone", Quota::per_minute(1)).key_by(Global);
+/// let inner = service_fn(|_: Request<()>| async { Ok::<_, std::io::Error>(Response::new(Full::<Bytes>::default())) });
+/// let service: TokenBucket<_, MemoryStore> = TokenBucketLayer::new(MemoryStore::new(), limit).layer(inner);
+/// assert_eq!(service.clone().oneshot(Request::new(())).await?.status(), 200);
+/// assert_eq!(service.oneshot(Request::new(())).await?.status(), 429);
+/// # Ok(())
+/// # }
+/// ```
 pub struct TokenBucket<S, St, R = crate::rejection::Problem> {
     inner: S,
     shared: Arc<Shared<St, R>>,
