@@ -1,4 +1,5 @@
-//! The README's code map: each file is on it, and none names what the map says that it never sees.
+//! The README's code map: each file is on it, and none names what the map says that it never sees. And what the documents
+//! name is there.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -131,6 +132,30 @@ fn there_is_one_clock_and_scripts_call_what_their_user_may() {
             panic!("{file}:{line}: {word}: tests cannot pause that clock");
         }
     }
+}
+
+#[test]
+fn commands_and_paths_of_the_documents_name_what_there_is() {
+    let guides = fs::read_dir(root().join("docs")).unwrap().map(|entry| entry.unwrap().file_name());
+    let guides = guides.map(|name| format!("docs/{}", name.to_str().unwrap())).filter(|name| name.ends_with(".md"));
+    let mut named = Vec::new();
+    for document in guides.chain(["README.md".to_owned(), "CHANGELOG.md".to_owned()]) {
+        let text = read(&document);
+        for (option, directory) in [("example", "examples"), ("bench", "benches"), ("bin", "benches/peers/src/bin")] {
+            let is_part = |c: char| c.is_alphanumeric() || c == '_';
+            for after in text.split(&format!("--{option} ")).skip(1) {
+                let name = after.split(|c| !is_part(c)).next().unwrap();
+                named.push((format!("{directory}/{name}.rs"), format!("{document}: --{option} {name}")));
+            }
+        }
+        let is_path =
+            |word: &&str| ["benches/", "docs/", "examples/", "tests/"].iter().any(|start| word.starts_with(start));
+        let words = text.split(|c: char| c.is_whitespace() || "`()[]<>,;:".contains(c)).filter(is_path);
+        named.extend(words.map(|path| (path.trim_end_matches('.').to_owned(), format!("{document}: {path}"))));
+    }
+    assert!(named.len() > 50, "only {} were found", named.len());
+    let missing: Vec<_> = named.iter().filter(|(path, _)| !root().join(path).exists()).collect();
+    assert!(missing.is_empty(), "not there: {missing:?}");
 }
 
 #[test]
