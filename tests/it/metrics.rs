@@ -1,6 +1,7 @@
 //! What is seen from outside: each series with its value, as many after many clients as after few, and nothing of a client
 //! in any of them, nor in any event.
 
+use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::future::{Future, pending, ready};
 use std::net::SocketAddr;
@@ -362,6 +363,17 @@ async fn the_capacity_and_the_rate_that_are_set_and_what_a_reload_makes_of_them(
         assert_eq!(*unit == Some(Unit::Seconds), name.ends_with("_seconds"), "{name}");
         assert!(name.starts_with("token_bucket_"), "{name}");
     }
+    // What is documented is what there is, and the README's alerts look at it.
+    let named = |text: &'static str| -> BTreeSet<_> {
+        text.split(|c: char| !c.is_alphanumeric() && c != '_')
+            .filter(|word| word.starts_with("token_bucket_"))
+            .collect()
+    };
+    let names: BTreeSet<_> = described.keys().map(|name| &**name).collect();
+    let documented = include_str!("../../src/metrics.rs").split("//! # Labels").next().unwrap();
+    assert_eq!(named(documented), names, "the table of the module `metrics`");
+    let alerts = include_str!("../../README.md").split("```promql").nth(1).unwrap().split("```").next().unwrap();
+    assert!(!named(alerts).is_empty() && named(alerts).is_subset(&names), "the README's alerts: {:?}", named(alerts));
 }
 
 /// Buckets are counted over all stores of a process, which other tests have as well.
