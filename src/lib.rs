@@ -143,7 +143,7 @@
 //! - [Planning](https://docs.rs/crate/tower-token-bucket/latest/source/docs/planning.md) for more than one Redis.
 //! - [Beside others](https://docs.rs/crate/tower-token-bucket/latest/source/docs/peers.md): what other crates do better, and
 //!   when not to use this one.
-//! - [What a request costs](https://docs.rs/crate/tower-token-bucket/latest/source/docs/request.md), by part.
+//! - [What it costs](https://docs.rs/crate/tower-token-bucket/latest/source/docs/performance.md), and how that is known.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod error;
