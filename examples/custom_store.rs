@@ -97,8 +97,3 @@ async fn main() {
         println!("{}, {}", response.status(), response.headers()["ratelimit"].to_str().unwrap_or_default());
     }
 }
-
-#[tokio::test]
-async fn the_store_keeps_the_contract() {
-    conformance::check(&MapStore::default()).await;
-}

@@ -32,6 +32,7 @@ fn client(
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
     let to = std::env::args().nth(1).ok_or("give a URL, such as http://127.0.0.1:4000/hook")?;
+    let to: http::Uri = to.parse().map_err(|error| format!("{to}: {error}"))?;
     let published = PublishedLimit::new(10, Duration::from_secs(1)).bursts_to(4);
     let limiter = Limiter::new(MemoryStore::new(), "webhooks", published.try_quota()?)
         .adaptive(AdaptiveRate::of(published.try_quota()?))
@@ -44,7 +45,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let mut delivered = 0;
     while delivered < 20 {
         let event = format!(r#"{{"id":{delivered}}}"#);
-        let request = http::Request::post(&to).header("content-type", "application/json").body(event)?;
+        let request = http::Request::post(to.clone()).header("content-type", "application/json").body(event)?;
         match client.ready().await?.call(request).await {
             Ok(response) if response.status().is_success() => delivered += 1,
             // The limiter knows by now when the peer wants to be asked again.

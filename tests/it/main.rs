@@ -79,6 +79,7 @@ mod clock;
 mod code_map;
 mod denials;
 mod dropped;
+mod examples;
 mod faults;
 mod fields;
 mod gather;

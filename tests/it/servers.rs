@@ -35,18 +35,24 @@ fn layer(capacity: u64) -> TokenBucketLayer<MemoryStore> {
     TokenBucketLayer::new(MemoryStore::new(), Limit::new("per-address", Quota::per_day(capacity)).cost(costs))
 }
 
-struct Answer {
-    status: u16,
+pub(crate) struct Answer {
+    pub(crate) status: u16,
     headers: HeaderMap,
     body: String,
 }
 
 impl Answer {
     #[track_caller]
-    fn field(&self, name: &str) -> Option<&str> {
+    pub(crate) fn field(&self, name: &str) -> Option<&str> {
         let lines: Vec<_> = self.headers.get_all(name).iter().collect();
         assert!(lines.len() <= 1, "{name}: {lines:?}");
         lines.first().map(|line| line.to_str().unwrap())
+    }
+
+    /// The fields, one a line, and the body.
+    pub(crate) fn text(&self) -> String {
+        let fields = self.headers.iter().map(|(name, value)| format!("{name}: {}\n", value.to_str().unwrap()));
+        fields.collect::<String>() + &self.body
     }
 
     async fn of(response: Response<Incoming>) -> Self {
@@ -56,19 +62,33 @@ impl Answer {
     }
 }
 
-struct Browser {
+pub(crate) struct Browser {
     client: Client<HttpConnector, Full<Bytes>>,
     server: SocketAddr,
 }
 
 impl Browser {
-    fn new(server: SocketAddr) -> Self {
+    pub(crate) fn new(server: SocketAddr) -> Self {
         Self { client: Client::builder(TokioExecutor::new()).build_http(), server }
     }
 
     async fn send(&self, method: &str, path: &str, body: &'static str) -> Answer {
-        let uri = format!("http://{}{path}", self.server);
-        let request = Request::builder().method(method).uri(uri).body(Full::from(body)).unwrap();
+        self.send_with(method, path, None, body).await
+    }
+
+    /// With a field of this name and value.
+    pub(crate) async fn send_with(
+        &self,
+        method: &str,
+        path: &str,
+        field: Option<(&str, &str)>,
+        body: &'static str,
+    ) -> Answer {
+        let mut request = Request::builder().method(method).uri(format!("http://{}{path}", self.server));
+        if let Some((name, value)) = field {
+            request = request.header(name, value);
+        }
+        let request = request.body(Full::from(body)).unwrap();
         Answer::of(self.client.request(request).await.unwrap()).await
     }
 }
