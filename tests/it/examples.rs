@@ -192,7 +192,8 @@ fn the_series_of_a_few_requests_are_printed() {
 #[test]
 fn an_argument_that_cannot_be_used_is_named() {
     for (example, arguments, parts) in [
-        ("dashboard", &["--listen"][..], ["--listen", "--listen ADDRESS:PORT"]),
+        ("dashboard", &["--listen", "here"][..], ["here", "invalid socket address"]),
+        ("dashboard", &["--listen"], ["--listen", "--listen ADDRESS:PORT"]),
         ("api", &["--listen", "here"], ["here", "--listen ADDRESS:PORT"]),
         ("consumer", &["--rate", "x"], ["--rate", "0.001 to 1000000"]),
         ("dispatcher", &["--to", "x"], ["--rate is missing", "--workers"]),
