@@ -12,7 +12,16 @@ use crate::servers::{Answer, Browser};
 type Exchange = (usize, &'static str, &'static str, u16, &'static [&'static str]);
 
 /// HTTP servers, how they are started, and what they answer one after the other.
-const SERVERS: [(&str, &[&str], &[Exchange]); 2] = [
+const SERVERS: [(&str, &[&str], &[Exchange]); 3] = [
+    (
+        "minimal",
+        &["127.0.0.1:0"],
+        &[
+            (1, "GET /", "", 200, &["ratelimit: \"per-address\";r=4;t=48", "Hello"]),
+            (4, "GET /", "", 200, &["ratelimit-policy: \"per-address\";q=5;w=60"]),
+            (1, "GET /", "", 429, &["retry-after: ", "#quota-exceeded"]),
+        ],
+    ),
     (
         "dashboard",
         &["--listen", "127.0.0.1:0"],
@@ -192,7 +201,8 @@ fn the_series_of_a_few_requests_are_printed() {
 #[test]
 fn an_argument_that_cannot_be_used_is_named() {
     for (example, arguments, parts) in [
-        ("dashboard", &["--listen", "here"][..], ["here", "invalid socket address"]),
+        ("minimal", &["--help"][..], ["--help", "invalid socket address"]),
+        ("dashboard", &["--listen", "here"], ["here", "invalid socket address"]),
         ("dashboard", &["--listen"], ["--listen", "--listen ADDRESS:PORT"]),
         ("api", &["--listen", "here"], ["here", "--listen ADDRESS:PORT"]),
         ("consumer", &["--rate", "x"], ["--rate", "0.001 to 1000000"]),
