@@ -5,7 +5,9 @@ use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::sync::OnceLock;
+use std::time::Duration;
 
+use crate::server::Server;
 use crate::servers::{Answer, Browser};
 
 /// How often, what, with which field; the status, and what is in the answer.
@@ -44,7 +46,7 @@ const SERVERS: [(&str, &[&str], &[Exchange]); 3] = [
 ];
 
 /// Those that have a test of their own below.
-const OTHERS: [&str; 5] = ["consumer", "custom_store", "dispatcher", "metrics", "reqwest"];
+const OTHERS: [&str; 6] = ["consumer", "custom_store", "dispatcher", "metrics", "redis", "reqwest"];
 
 /// The examples that these features allow, by name. Nothing is left to build where cargo has built them along with the
 /// tests.
@@ -160,6 +162,42 @@ async fn each_server_answers_as_its_text_says() {
 }
 
 #[tokio::test]
+async fn two_instances_share_their_buckets_in_redis_and_survive_it() {
+    let server = Server::start();
+    let instances = [
+        Running::start("redis", &["127.0.0.1:0", &server.url()], &[("REDIS_URL", "redis://192.0.2.1")]),
+        Running::start("redis", &["127.0.0.1:0"], &[("REDIS_URL", &server.url())]),
+    ];
+    let browsers = instances.each_ref().map(Running::browser);
+    let mut seen = Vec::new();
+    // On a busy machine an answer may come after the deadline, and is then the instance's own: another round.
+    for _ in 0..20 {
+        server.query(&["FLUSHALL"]);
+        seen.clear();
+        for browser in browsers.iter().chain(&browsers) {
+            let answer = ask(browser, "GET /search", "").await;
+            seen.push((answer.status, answer.field("ratelimit").unwrap().split(';').nth(1).unwrap().to_owned()));
+        }
+        if seen == [(200, "r=7"), (200, "r=4"), (200, "r=1"), (429, "r=1")].map(|(status, r)| (status, r.to_owned())) {
+            break;
+        }
+        // A refusal is remembered so long.
+        tokio::time::sleep(Duration::from_millis(1100)).await;
+    }
+    assert_eq!(seen.last(), Some(&(429, "r=1".to_owned())), "{seen:?}");
+    assert_eq!(server.keys(), ["tb:v1:{ip:127.0.0.1}:per-address"]);
+    server.kill();
+    for browser in &browsers {
+        for _ in 0..3 {
+            let answer = ask(browser, "GET /", "").await;
+            assert!([200, 429].contains(&answer.status), "{}", answer.text());
+            assert!(answer.field("ratelimit").is_some(), "limited on its own");
+        }
+        assert_eq!(ask(browser, "GET /health", "").await.status, 200);
+    }
+}
+
+#[tokio::test]
 async fn senders_deliver_to_the_consumer() {
     let consumer = Running::start("consumer", &["--rate", "50", "--capacity", "20", "--listen", "127.0.0.1:0"], &[]);
     let hook = format!("{}/hook", consumer.url);
@@ -200,8 +238,11 @@ fn the_series_of_a_few_requests_are_printed() {
 
 #[test]
 fn an_argument_that_cannot_be_used_is_named() {
+    let local = "127.0.0.1:0";
     for (example, arguments, parts) in [
         ("minimal", &["--help"][..], ["--help", "invalid socket address"]),
+        ("redis", &[local, "http://127.0.0.1"], ["Redis URL", "redis://["]),
+        ("redis", &["here"], ["here", "invalid socket address"]),
         ("dashboard", &["--listen", "here"], ["here", "invalid socket address"]),
         ("dashboard", &["--listen"], ["--listen", "--listen ADDRESS:PORT"]),
         ("api", &["--listen", "here"], ["here", "--listen ADDRESS:PORT"]),
