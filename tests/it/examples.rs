@@ -14,7 +14,7 @@ use crate::servers::{Answer, Browser};
 type Exchange = (usize, &'static str, &'static str, u16, &'static [&'static str]);
 
 /// HTTP servers, how they are started, and what they answer one after the other.
-const SERVERS: [(&str, &[&str], &[Exchange]); 3] = [
+const SERVERS: [(&str, &[&str], &[Exchange]); 4] = [
     (
         "minimal",
         &["127.0.0.1:0"],
@@ -22,6 +22,17 @@ const SERVERS: [(&str, &[&str], &[Exchange]); 3] = [
             (1, "GET /", "", 200, &["ratelimit: \"per-address\";r=4;t=48", "Hello"]),
             (4, "GET /", "", 200, &["ratelimit-policy: \"per-address\";q=5;w=60"]),
             (1, "GET /", "", 429, &["retry-after: ", "#quota-exceeded"]),
+        ],
+    ),
+    (
+        "plans",
+        &["127.0.0.1:0"],
+        &[
+            (3, "GET /", "x-api-key: alpha", 200, &["\"per-key\";q=3;w=60"]),
+            (1, "GET /", "x-api-key: alpha", 429, &["retry-after: "]),
+            (9, "GET /", "x-api-key: beta", 200, &["\"per-key\";q=100;w=10"]),
+            (1, "GET /", "x-api-key: gamma", 401, &["www-authenticate: ApiKey header=\"x-api-key\""]),
+            (1, "GET /", "", 401, &[]),
         ],
     ),
     (
@@ -241,6 +252,7 @@ fn an_argument_that_cannot_be_used_is_named() {
     let local = "127.0.0.1:0";
     for (example, arguments, parts) in [
         ("minimal", &["--help"][..], ["--help", "invalid socket address"]),
+        ("plans", &["here"], ["here", "invalid socket address"]),
         ("redis", &[local, "http://127.0.0.1"], ["Redis URL", "redis://["]),
         ("redis", &["here"], ["here", "invalid socket address"]),
         ("dashboard", &["--listen", "here"], ["here", "invalid socket address"]),
