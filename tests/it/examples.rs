@@ -14,7 +14,7 @@ use crate::servers::{Answer, Browser};
 type Exchange = (usize, &'static str, &'static str, u16, &'static [&'static str]);
 
 /// HTTP servers, how they are started, and what they answer one after the other.
-const SERVERS: [(&str, &[&str], &[Exchange]); 4] = [
+const SERVERS: [(&str, &[&str], &[Exchange]); 6] = [
     (
         "minimal",
         &["127.0.0.1:0"],
@@ -33,6 +33,24 @@ const SERVERS: [(&str, &[&str], &[Exchange]); 4] = [
             (9, "GET /", "x-api-key: beta", 200, &["\"per-key\";q=100;w=10"]),
             (1, "GET /", "x-api-key: gamma", 401, &["www-authenticate: ApiKey header=\"x-api-key\""]),
             (1, "GET /", "", 401, &[]),
+        ],
+    ),
+    (
+        "behind_proxy",
+        &["127.0.0.1:0"],
+        &[
+            (3, "GET /", "x-forwarded-for: 203.0.113.9", 200, &["\"per-client\""]),
+            (2, "GET /", "x-forwarded-for: 198.51.100.7, 203.0.113.9", 200, &[]),
+            (1, "GET /", "x-forwarded-for: 198.51.100.8, 203.0.113.9", 429, &[]),
+            (1, "GET /", "x-forwarded-for: 198.51.100.7", 200, &["r=4"]),
+        ],
+    ),
+    (
+        "behind_proxy",
+        &["127.0.0.1:0", "10.0.0.0/8", "2001:db8::/32"],
+        &[
+            (5, "GET /", "x-forwarded-for: 203.0.113.9", 200, &[]),
+            (1, "GET /", "x-forwarded-for: 198.51.100.7", 429, &[]),
         ],
     ),
     (
@@ -253,6 +271,8 @@ fn an_argument_that_cannot_be_used_is_named() {
     for (example, arguments, parts) in [
         ("minimal", &["--help"][..], ["--help", "invalid socket address"]),
         ("plans", &["here"], ["here", "invalid socket address"]),
+        ("behind_proxy", &["here"], ["here", "invalid socket address"]),
+        ("behind_proxy", &[local, "10/8"], ["10/8", "such as 10.0.0.0/8"]),
         ("redis", &[local, "http://127.0.0.1"], ["Redis URL", "redis://["]),
         ("redis", &["here"], ["here", "invalid socket address"]),
         ("dashboard", &["--listen", "here"], ["here", "invalid socket address"]),
