@@ -14,7 +14,7 @@ use crate::servers::{Answer, Browser};
 type Exchange = (usize, &'static str, &'static str, u16, &'static [&'static str]);
 
 /// HTTP servers, how they are started, and what they answer one after the other.
-const SERVERS: [(&str, &[&str], &[Exchange]); 6] = [
+const SERVERS: [(&str, &[&str], &[Exchange]); 7] = [
     (
         "minimal",
         &["127.0.0.1:0"],
@@ -51,6 +51,17 @@ const SERVERS: [(&str, &[&str], &[Exchange]); 6] = [
         &[
             (5, "GET /", "x-forwarded-for: 203.0.113.9", 200, &[]),
             (1, "GET /", "x-forwarded-for: 198.51.100.7", 429, &[]),
+        ],
+    ),
+    (
+        "hyper",
+        &["127.0.0.1:0"],
+        &[
+            (1, "GET /search", "", 200, &["ratelimit: \"per-address\";r=2;t=24", "Hello from /search"]),
+            (1, "GET /search", "", 429, &["retry-after: "]),
+            (9, "GET /health", "", 200, &["Hello from /health"]),
+            (2, "GET /users/7", "", 200, &[]),
+            (1, "GET /users/7", "", 429, &[]),
         ],
     ),
     (
@@ -271,6 +282,7 @@ fn an_argument_that_cannot_be_used_is_named() {
     for (example, arguments, parts) in [
         ("minimal", &["--help"][..], ["--help", "invalid socket address"]),
         ("plans", &["here"], ["here", "invalid socket address"]),
+        ("hyper", &["here"], ["here", "invalid socket address"]),
         ("behind_proxy", &["here"], ["here", "invalid socket address"]),
         ("behind_proxy", &[local, "10/8"], ["10/8", "such as 10.0.0.0/8"]),
         ("redis", &[local, "http://127.0.0.1"], ["Redis URL", "redis://["]),
