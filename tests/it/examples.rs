@@ -7,6 +7,16 @@ use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::sync::OnceLock;
 use std::time::Duration;
 
+use bytes::Bytes;
+use http::Request;
+use http_body_util::Full;
+use hyper_util::client::legacy::Client;
+use hyper_util::rt::TokioExecutor;
+use tonic::Code;
+use tonic::transport::Endpoint;
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_client::HealthClient;
+
 use crate::server::Server;
 use crate::servers::{Answer, Browser};
 
@@ -86,7 +96,7 @@ const SERVERS: [(&str, &[&str], &[Exchange]); 7] = [
 ];
 
 /// Those that have a test of their own below.
-const OTHERS: [&str; 6] = ["consumer", "custom_store", "dispatcher", "metrics", "redis", "reqwest"];
+const OTHERS: [&str; 7] = ["consumer", "custom_store", "dispatcher", "metrics", "redis", "reqwest", "tonic"];
 
 /// The examples that these features allow, by name. Nothing is left to build where cargo has built them along with the
 /// tests.
@@ -238,6 +248,35 @@ async fn two_instances_share_their_buckets_in_redis_and_survive_it() {
 }
 
 #[tokio::test]
+async fn a_grpc_service_refuses_with_resource_exhausted_and_pushback() {
+    let running = Running::start("tonic", &["127.0.0.1:0"], &[]);
+    let mut client = HealthClient::new(Endpoint::new(running.url.clone()).unwrap().connect().await.unwrap());
+    let question = || HealthCheckRequest { service: "jobs".to_owned() };
+    drop(client.watch(question()).await.unwrap());
+    for _ in 0..2 {
+        assert_eq!(client.check(question()).await.unwrap().into_inner().status, 1);
+    }
+    for _ in 0..2 {
+        let status = client.check(question()).await.unwrap_err();
+        assert_eq!(status.code(), Code::ResourceExhausted, "{status:?}");
+        let pushback = status.metadata().get("grpc-retry-pushback-ms").unwrap().to_str().unwrap();
+        assert!((1..=12_000).contains(&pushback.parse::<u32>().unwrap()), "{pushback}");
+    }
+    // What looks like a preflight is a call for tonic, and is charged as one.
+    let client = Client::builder(TokioExecutor::new()).http2_only(true).build_http();
+    let call = |method| {
+        let call = Request::builder().method(method).uri(format!("{}/grpc.health.v1.Health/Check", running.url));
+        let call = call.header("origin", "https://a.example").header("access-control-request-method", "POST");
+        client
+            .request(call.header("content-type", "application/grpc").body(Full::new(Bytes::from(&[0; 5][..]))).unwrap())
+    };
+    for method in ["OPTIONS", "POST"] {
+        let answer = call(method).await.unwrap();
+        assert_eq!(answer.headers()["grpc-status"], "8", "{method}: {answer:?}");
+    }
+}
+
+#[tokio::test]
 async fn senders_deliver_to_the_consumer() {
     let consumer = Running::start("consumer", &["--rate", "50", "--capacity", "20", "--listen", "127.0.0.1:0"], &[]);
     let hook = format!("{}/hook", consumer.url);
@@ -283,6 +322,7 @@ fn an_argument_that_cannot_be_used_is_named() {
         ("minimal", &["--help"][..], ["--help", "invalid socket address"]),
         ("plans", &["here"], ["here", "invalid socket address"]),
         ("hyper", &["here"], ["here", "invalid socket address"]),
+        ("tonic", &["localhost:1"], ["localhost:1", "invalid socket address"]),
         ("behind_proxy", &["here"], ["here", "invalid socket address"]),
         ("behind_proxy", &[local, "10/8"], ["10/8", "such as 10.0.0.0/8"]),
         ("redis", &[local, "http://127.0.0.1"], ["Redis URL", "redis://["]),
