@@ -24,7 +24,7 @@ use crate::servers::{Answer, Browser};
 type Exchange = (usize, &'static str, &'static str, u16, &'static [&'static str]);
 
 /// HTTP servers, how they are started, and what they answer one after the other.
-const SERVERS: [(&str, &[&str], &[Exchange]); 7] = [
+const SERVERS: [(&str, &[&str], &[Exchange]); 8] = [
     (
         "minimal",
         &["127.0.0.1:0"],
@@ -72,6 +72,17 @@ const SERVERS: [(&str, &[&str], &[Exchange]); 7] = [
             (9, "GET /health", "", 200, &["Hello from /health"]),
             (2, "GET /users/7", "", 200, &[]),
             (1, "GET /users/7", "", 429, &[]),
+        ],
+    ),
+    (
+        "rejection",
+        &["127.0.0.1:0"],
+        &[
+            (1, "GET /rows?count=3", "", 200, &["{\"rows\":[]}", "r=2"]),
+            (1, "GET /rows?count=3", "", 429, &["content-type: application/json", "retry-after: ", "no-store", "r=2"]),
+            (1, "GET /rows?count=3", "", 429, &["\"code\":\"rate_limited\"", "\"limits\":[\"per-address\"]"]),
+            (1, "GET /rows?count=9", "", 429, &["\"code\":\"too_expensive\"", "\"retry_after_ms\":null"]),
+            (2, "GET /rows", "", 200, &[]),
         ],
     ),
     (
@@ -322,6 +333,7 @@ fn an_argument_that_cannot_be_used_is_named() {
         ("minimal", &["--help"][..], ["--help", "invalid socket address"]),
         ("plans", &["here"], ["here", "invalid socket address"]),
         ("hyper", &["here"], ["here", "invalid socket address"]),
+        ("rejection", &["here"], ["here", "invalid socket address"]),
         ("tonic", &["localhost:1"], ["localhost:1", "invalid socket address"]),
         ("behind_proxy", &["here"], ["here", "invalid socket address"]),
         ("behind_proxy", &[local, "10/8"], ["10/8", "such as 10.0.0.0/8"]),
