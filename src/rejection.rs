@@ -224,9 +224,6 @@ impl Rejection {
             }
             return response;
         }
-        if let Reason::NoKey(NoKey::Credential(_) | NoKey::Identity) = &self.reason {
-            headers.insert(WWW_AUTHENTICATE, self.challenge());
-        }
         *response.status_mut() = self.status();
         response
     }
@@ -253,8 +250,8 @@ const GRPC_PUSHBACK: HeaderName = HeaderName::from_static("grpc-retry-pushback-m
 /// Makes the response to a request that does not reach the inner service.
 ///
 /// Implemented by [`Problem`] (the default), [`Empty`], and closures from `&Rejection` to `Response<B>`. What the
-/// response sets is kept; the layer adds `Retry-After`, `Cache-Control: no-store` and the RateLimit fields where they
-/// are missing.
+/// response sets is kept; the layer adds `Retry-After`, `Cache-Control: no-store`, the `WWW-Authenticate` of a 401 for want
+/// of a key, and the RateLimit fields, where they are missing.
 ///
 /// # Example
 ///
@@ -333,6 +330,9 @@ impl<B: Default> ResponseForRejection<B> for Empty {
 /// The whole response: what `how` makes of the rejection, with the fields that it left out.
 pub(crate) fn respond<B>(how: &impl ResponseForRejection<B>, rejection: Rejection, style: HeaderStyle) -> Response<B> {
     let mut response = how.response_for_rejection(&rejection);
+    if response.status() == StatusCode::UNAUTHORIZED && matches!(rejection.reason, Reason::NoKey(_)) {
+        insert_missing(response.headers_mut(), WWW_AUTHENTICATE, || rejection.challenge());
+    }
     add_missing(response.headers_mut(), &rejection);
     write_fields(response.headers_mut(), &rejection.decision, style);
     response.extensions_mut().insert(rejection.decision);

@@ -382,6 +382,26 @@ async fn a_closure_that_finds_no_identity_is_401_with_a_challenge() {
     assert_eq!((answer.status, answer.field("www-authenticate").is_some()), (401, true));
 }
 
+/// RFC 9110, section 15.5.2: a 401 has a challenge, whoever makes the response.
+#[tokio::test(start_paused = true)]
+async fn a_response_of_ones_own_has_the_challenge_that_it_leaves_out() {
+    let by_key = || Limit::new("a", Quota::per_second(1)).key_by(ApiKey::verified("x-api-key", |_| false));
+    for (own, challenge) in [(None, Some("ApiKey header=\"x-api-key\"")), (Some("Basic"), Some("Basic"))] {
+        let response = move |rejection: &Rejection| {
+            let response = Response::builder().status(rejection.status());
+            let response = own.into_iter().fold(response, |response, own| response.header("www-authenticate", own));
+            response.body(Body::empty()).unwrap()
+        };
+        let app = Router::new().route("/", any(ok)).layer(layer(by_key()).rejection(response));
+        let answer = get_root(&app).await;
+        assert_eq!((answer.status, answer.field("www-authenticate")), (401, challenge));
+    }
+    let as_200 = |_: &Rejection| Response::new(Body::empty());
+    let app = Router::new().route("/", any(ok)).layer(layer(by_key()).rejection(as_200));
+    let answer = get_root(&app).await;
+    assert_eq!((answer.status, answer.field("www-authenticate")), (200, None));
+}
+
 #[tokio::test(start_paused = true)]
 async fn without_a_peer_address_the_answer_is_503_and_one_line_says_what_to_call() {
     // tower_governor: 500 for every request without ConnectInfo.
