@@ -120,6 +120,8 @@ impl RedisErrorKind {
             || error.kind() == ErrorKind::AuthenticationFailed
             || error.kind() == ErrorKind::InvalidClientConfig
             || error.kind() == ErrorKind::MasterNameNotFoundBySentinel
+            // What redis-rs makes of an unknown HELLO, in the words of Redis 6.2.
+            || error.kind() == ErrorKind::RESP3NotSupported
             || CONFIGURATION_TEXTS.iter().any(|what| text.contains(what));
         if is_configuration {
             return Some(Self::Configuration);
