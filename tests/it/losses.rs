@@ -335,7 +335,7 @@ async fn each_flush_of_all_keys_gives_one_capacity_and_no_more() {
 /// A primary and its replica, which has all of it.
 async fn replicated() -> (Server, Server) {
     let primary = Server::start_with(&["--repl-diskless-sync-delay", "0"]);
-    let replica = Server::start_with(&["--replicaof", &format!("127.0.0.1 {}", primary.port())]);
+    let replica = Server::start_with(&["--replicaof", "127.0.0.1", &primary.port().to_string()]);
     until("the replica follows", || info(&replica, "master_link_status:") == "up").await;
     (primary, replica)
 }
@@ -378,7 +378,7 @@ async fn a_promoted_replica_that_missed_charges_gives_one_capacity_and_no_more()
 async fn a_promoted_replica_gives_again_what_was_not_replicated_and_no_more() {
     let primary = Server::start();
     let proxy = Proxy::start(primary.port()).await;
-    let replica = Server::start_with(&["--replicaof", &format!("127.0.0.1 {}", proxy.port)]);
+    let replica = Server::start_with(&["--replicaof", "127.0.0.1", &proxy.port.to_string()]);
     until("the replica follows", || info(&replica, "master_link_status:") == "up").await;
     let quota = Quota::new(1, HOUR).with_capacity(100);
     let take = [charge("partition", BucketKey::global(), quota, 1)];

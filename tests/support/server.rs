@@ -47,8 +47,10 @@ impl Process {
         let server = Command::new(binary())
             .args(config)
             .args(["--port", &port.to_string(), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"])
-            .args(["--logfile", "log", "--dir"])
+            // In this order: Redis 6.2 makes the file at once.
+            .arg("--dir")
             .arg(directory)
+            .args(["--logfile", "log"])
             .args(args)
             .envs(env.iter().map(|(name, value)| (name, value)))
             .stdin(Stdio::null())
@@ -466,6 +468,23 @@ pub(crate) fn binary() -> PathBuf {
             )
         })
         .clone()
+}
+
+/// The version of [`binary`], such as (7, 0).
+///
+/// # Panics
+///
+/// When it does not say one.
+pub(crate) fn version() -> (u32, u32) {
+    static SAID: std::sync::OnceLock<(u32, u32)> = std::sync::OnceLock::new();
+    *SAID.get_or_init(|| {
+        let said = Command::new(binary()).arg("--version").output().expect("it runs").stdout;
+        let said = String::from_utf8_lossy(&said);
+        let numbers = said.split_once(" v=").map_or("", |(_, version)| version).split('.');
+        let numbers: Vec<_> = numbers.map_while(|number| number.parse().ok()).collect();
+        let [major, minor, ..] = numbers[..] else { panic!("no version: {said}") };
+        (major, minor)
+    })
 }
 
 /// A port that is free, with its cluster bus port, at this moment.
