@@ -898,6 +898,20 @@ async fn every_error_that_redis_gives_is_of_its_documented_kind() {
         ("WRONGPASS invalid username-password pair or user is disabled.", Configuration),
         ("NOPERM this user has no permissions to run the 'evalsha' command", Configuration),
         ("NOPERM this user has no permissions to access one of the keys used as arguments", Configuration),
+        // Of a command in the script: Redis 6.2, 7.0, and Redis 8 and Valkey.
+        (
+            "ERR Error running script (call to f_ab): @user_script:1: @user_script: 1: The user executing the script can't \
+             run this command or subcommand",
+            Configuration,
+        ),
+        (
+            "ERR The user executing the script can't run this command or subcommand script: ab, on @user_script:1.",
+            Configuration,
+        ),
+        (
+            "ERR ACL failure in script: User limiter has no permissions to run the 'set' command script: ab, on @user_script:1.",
+            Configuration,
+        ),
         ("ERR unknown command `EVALSHA`, with args beginning with: `abc`, `1`, ", Configuration),
         ("WRONGTYPE Operation against a key holding the wrong kind of value", Bucket),
         ("TOKENBUCKET the key holds something else than a bucket", Bucket),

@@ -19,11 +19,13 @@ pub struct RedisError {
 }
 
 /// What servers say of a client that they refuse, where the code is none of its own.
-const CONFIGURATION_TEXTS: [&str; 5] = [
+const CONFIGURATION_TEXTS: [&str; 6] = [
     "unknown command",
     "DB index is out of range",
     "invalid DB index",
+    // What a script is not allowed: until Redis 7.0, and later.
     "user executing the script can't run",
+    "ACL failure in script",
     "cluster support disabled",
 ];
 
