@@ -301,7 +301,8 @@ async fn a_spend_under_a_faster_quota_ends_a_denial() {
     sleep(Duration::from_millis(30)).await;
     assert!(store.acquire(&of(fast, Amount::Spend(1))).await.unwrap().is_allowed());
     let look = store.acquire(&of(slow(10), Amount::Peek)).await.unwrap().remaining();
-    assert_eq!(look, Some(9));
+    // At that rate the tenth comes within a millisecond, after which there is no key.
+    assert!(matches!(look, Some(9 | 10)), "{look:?}");
     let decision = store.acquire(&of(slow(10), Amount::Take(1))).await.unwrap();
     assert!(decision.is_allowed(), "refused by {:?}", decision.source());
 }
