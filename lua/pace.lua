@@ -118,7 +118,7 @@ end
 
 if changed then
     local missing = (largest * UNITS - level) / rate
-    local life = at + missing + -missing % 1 - now
+    local life = at + missing + -missing % 1 - now + now % 1000
     if rate < ceiling or strikes > 0 then life = life + MEMORY end
     life = max(life / 1000, 1)
     local value = string.format('%d:%d:%d:%d:%d:%d:%d:%d:%d:%d',

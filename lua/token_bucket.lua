@@ -34,10 +34,11 @@
 -- A request makes all of its charges or none. A denial takes nothing and writes nothing, with two exceptions for a charge
 -- that refuses: it brings back a time that lies more than 1 s ahead of the clock, and extends a life that its own, slower
 -- quota needs longer; not that of a full bucket, in which a larger quota may have more.
--- A bucket is written at most once, together with its life. It is read once, or once more where several takes turn out
--- not to be the common case. Every number is an integer below 2^53, where doubles are exact and `%d` prints all digits;
--- a product that may be larger is only ever compared with a smaller number. src/bucket.rs computes the same with
--- integers, and tests/it/redis_script.rs holds the two together.
+-- A bucket is written at most once, together with its life: until it is full, rounded up to a millisecond of the clock, since
+-- a server counts it from the millisecond that has begun, and may end it as soon as that of its end begins. A bucket is read
+-- once, or once more where several takes turn out not to be the common case. Every number is an integer below 2^53, where
+-- doubles are exact and `%d` prints all digits; a product that may be larger is only ever compared with a smaller number.
+-- src/bucket.rs computes the same with integers, and tests/it/redis_script.rs holds the two together.
 
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
@@ -72,7 +73,7 @@ if total == 1 and ARGV[1] == 'take' then
         if left >= 0 then
             -- x + -x % 1 is x rounded up, without a call; to a microsecond first: both quotients are of integers.
             local life = (full - left) / n
-            life = (life + -life % 1) / 1000
+            life = (life + -life % 1 + now % 1000) / 1000
             life = life > 1 and life + -life % 1 or 1
             local value = string.format('%d%s%d', now, quota, left)
             local done = redis.pcall('SET', KEYS[1], value, 'PX', string.format('%d', life))
@@ -117,14 +118,14 @@ elseif total == 2 and ARGV[1] == '1' and ARGV[2] == '2' and ARGV[3] == 'take' an
             if left1 < 0 or left2 < 0 then
                 return format('%d %d', 2 * level1 + (left1 < 0 and 0 or 1), 2 * level2 + (left2 < 0 and 0 or 1))
             end
-            local at = format('%d', now)
+            local at, part = format('%d', now), now % 1000
             local life = (full1 - left1) / n1
-            life = (life + -life % 1) / 1000
+            life = (life + -life % 1 + part) / 1000
             life = life > 1 and life + -life % 1 or 1
             local done = redis.pcall('SET', KEYS[1], at .. quota1 .. format('%d', left1), 'PX', format('%d', life))
             if done.err then return done end
             life = (full2 - left2) / n2
-            life = (life + -life % 1) / 1000
+            life = (life + -life % 1 + part) / 1000
             life = life > 1 and life + -life % 1 or 1
             done = redis.pcall('SET', KEYS[2], at .. quota2 .. format('%d', left2), 'PX', format('%d', life))
             if done.err then return done end
@@ -180,7 +181,7 @@ elseif total > 2 and total <= 8 and ARGV[1] == '1' and ARGV[2] + 0 == total then
             local left = levels[i]
             if all then
                 local life = (ARGV[a + 3] - left) / ARGV[a + 4]
-                life = (life + -life % 1) / 1000
+                life = (life + -life % 1 + now % 1000) / 1000
                 life = life > 1 and life + -life % 1 or 1
                 local value = at .. ARGV[a + 2] .. format('%d', left)
                 local done = redis.pcall('SET', KEYS[i], value, 'PX', format('%d', life))
@@ -470,11 +471,10 @@ while k <= total do
     arg = arg + 5 * charges
 end
 
--- Each changed bucket is written once, in one command with its life: until its expiry, rounded up to a millisecond. A
--- server that refuses one write refuses the first.
+-- Each changed bucket is written once, in one command with its life. A server that refuses one write refuses the first.
 for slot = 1, next(expiries) and count or 0 do
     if expiries[slot] then
-        local life = (expiries[slot] - now) / 1000
+        local life = (expiries[slot] - now + now % 1000) / 1000
         life = life > 1 and life + -life % 1 or 1
         local done = redis.pcall('SET', names[slot], buckets[slot], 'PX', format('%d', life))
         if done.err then return done end

@@ -35,10 +35,10 @@ impl State {
         self.at_us + missing.div_ceil(self.tokens)
     }
 
-    /// How long the state has to be kept, counted from `now_us`: until the bucket is full, rounded up to a
-    /// millisecond, at least 1 ms.
+    /// How long the state has to be kept, counted from the millisecond of `now_us` that has begun, as Redis does: until the
+    /// bucket is full, rounded up to a millisecond, at least 1 ms.
     pub(crate) fn life_ms(&self, now_us: u64) -> u64 {
-        self.expiry_us().saturating_sub(now_us).div_ceil(1000).max(1)
+        life_ms(self.expiry_us(), now_us)
     }
 
     /// Whether this quota was the last writer's, and none with a larger capacity has used the bucket. When its life is
@@ -51,6 +51,12 @@ impl State {
     pub(crate) fn is_forgotten(&self, now_us: u64) -> bool {
         now_us >= self.at_us + self.life_ms(self.at_us) * 1000
     }
+}
+
+/// The life of what has to be kept until `expiry_us`: it ends in the first millisecond of the clock that begins then or
+/// later, since Redis may end it when that begins.
+pub(crate) fn life_ms(expiry_us: u64, now_us: u64) -> u64 {
+    (expiry_us.saturating_sub(now_us) + now_us % 1000).div_ceil(1000).max(1)
 }
 
 /// `at:capacity:tokens:per:level`, five integers: what a store keeps as text.

@@ -3,6 +3,7 @@
 //! All numbers are integers below 2⁵³, so that `lua/pace.lua` computes the same with doubles. Rates are in thousandths of a
 //! token per second, and a token has 10⁹ units: in e microseconds a bucket earns e·rate units.
 
+use crate::bucket;
 use crate::error::ConfigError;
 use crate::quota::{Quota, UNITS_MAX};
 
@@ -287,12 +288,12 @@ impl Pace {
         PaceReply { allowed, level: self.level, ahead_us, rate: self.rate, floored_us }
     }
 
-    /// How long the state has to be kept, counted from `now_us`, in milliseconds: until the bucket is full, and a day more
-    /// where the rate is not the highest.
+    /// How long the state has to be kept, as [`bucket::life_ms`] counts: until the bucket is full, and a day more where the
+    /// rate is not the highest.
     pub(crate) fn life_ms(&self, settings: &PaceSettings, now_us: u64) -> u64 {
         let missing = ((self.capacity * UNITS) as i64 - self.level).max(0) as u64;
         let memory = if self.rate < settings.ceiling || self.strikes > 0 { MEMORY_US } else { 0 };
-        (self.at_us + missing.div_ceil(self.rate) + memory).saturating_sub(now_us).div_ceil(1000).max(1)
+        bucket::life_ms(self.at_us + missing.div_ceil(self.rate) + memory, now_us)
     }
 }
 

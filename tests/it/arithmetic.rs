@@ -340,7 +340,8 @@ fn one_bucket_agrees_with_exact_rationals_and_every_denial_keeps_its_promise() {
                 let [at, cap, n, p, level] = one.numbers();
                 assert_eq!((at, cap, n * i128::from(raw.2)), (now_us.into(), capacity, p * i128::from(raw.1)));
                 assert!(level.abs() < EXACT_MAX && exact.is(&reply, &quota), "{context}");
-                let life = (exact.wait_us(capacity) + 999) / 1000;
+                // Counted from the millisecond that has begun.
+                let life = (exact.wait_us(capacity) + i128::from(now_us % 1000) + 999) / 1000;
                 assert_eq!(i128::from(one.life_ms(now_us)), life.max(1), "{context}");
             }
             steps += 1;
@@ -656,10 +657,14 @@ fn a_bucket_lives_until_it_is_full_rounded_up_to_a_millisecond_and_never_less_th
 fn a_bucket_whose_life_is_over_is_full() {
     for raw in QUOTAS {
         let quota = quota(raw);
-        for cost in [1, raw.0.div_ceil(2), raw.0] {
+        // Redis counts a life from the millisecond that has begun, and may end it as soon as that of its end begins: once a
+        // server was a fraction of a millisecond early, and gave as many tokens as come in that.
+        for (cost, part) in
+            [1, raw.0.div_ceil(2), raw.0].into_iter().flat_map(|cost| [0, 1, 999].map(|part| (cost, part)))
+        {
             let mut one = One::new();
-            one.ask(quota, Amount::Spend(cost), START_US);
-            let gone_us = START_US + one.life_ms(START_US) * MS;
+            one.ask(quota, Amount::Spend(cost), START_US + part);
+            let gone_us = START_US + one.life_ms(START_US + part) * MS;
             assert_eq!(one.remaining(quota, gone_us), raw.0, "{quota}: {cost} spent");
             assert_eq!(one.model.acquire(&[one.charge(quota, Amount::Peek)], gone_us)[0].level(), full(quota));
         }
