@@ -340,6 +340,20 @@ async fn a_store_at_its_bound_takes_new_keys_again_when_buckets_are_full() {
     assert!(store.buckets() <= 1_025);
 }
 
+/// Keys in a row, as the addresses of a network, are spread over all parts of a store, whatever its random numbers are: no
+/// part of 32 places has to take more than it holds, where the mean is 10.
+#[test]
+fn keys_in_a_row_are_spread_evenly() {
+    let (limit, quota) = (name("limit"), Quota::per_day(10));
+    for step in [1, 2, 64, 256, 65_536] {
+        for _ in 0..40 {
+            let store = MemoryStore::with_buckets(64 * 32);
+            (0..640).for_each(|i| drop(ask(&store, &[take(&limit, i * step, quota, 1)])));
+            assert_eq!((store.buckets(), store.overflowed()), (640, 0), "a step of {step}");
+        }
+    }
+}
+
 /// Runs the test of this name alone, in a process of its own with `FLOOD` set; what it prints after `measured: `.
 fn in_a_process_of_its_own(test: &str) -> String {
     let output = Command::new(std::env::current_exe().unwrap())
