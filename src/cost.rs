@@ -12,7 +12,7 @@ use crate::error::{ConfigError, or_panic};
 
 /// Finds the cost of a request, in tokens.
 ///
-/// Implemented by [`CostTable`], and by closures from `&http::request::Parts` to `u64`. A cost of 0 charges nothing and
+/// Implemented by [`CostTable`], by `u64` (the same for every request), and by closures from `&http::request::Parts` to `u64`. A cost of 0 charges nothing and
 /// asks no store. A cost above the capacity can never pass: the answer is 429 without `Retry-After`.
 ///
 /// # Example
@@ -27,6 +27,10 @@ use crate::error::{ConfigError, or_panic};
 ///     length.unwrap_or(0u64).div_ceil(1 << 20).max(1)
 /// });
 /// ```
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is no cost",
+    note = "a cost is a `CostTable`, a `u64`, or a closure with the type of its argument: `|parts: &Parts| -> u64 {{ … }}`"
+)]
 pub trait Cost: Send + Sync + 'static {
     /// The cost, in tokens.
     fn cost(&self, parts: &Parts) -> u64;
@@ -46,6 +50,7 @@ pub trait Cost: Send + Sync + 'static {
 
     /// The template of the route that a request is for, where no router has matched one: a label of the `metrics` feature.
     /// Of a few texts that are known in advance; never anything that a client has written.
+    ///
     /// # Example
     ///
     /// ```
@@ -85,6 +90,17 @@ pub trait Cost: Send + Sync + 'static {
     fn template(&self, parts: &Parts) -> Option<&str> {
         let _ = parts;
         None
+    }
+}
+
+/// The same for every request.
+impl Cost for u64 {
+    fn cost(&self, _: &Parts) -> u64 {
+        *self
+    }
+
+    fn largest(&self) -> Option<(u64, String)> {
+        Some((*self, "every request".to_owned()))
     }
 }
 
@@ -134,12 +150,14 @@ pub(crate) fn is_preflight(parts: &Parts) -> bool {
 /// request's method comes before one for any method. `HEAD` costs what `GET` costs.
 ///
 /// Behind an axum router the cost comes from the router's own match, so nothing that a client writes in a path can
-/// choose another cost. Elsewhere (plain hyper or tower, a layer around the whole router) the table matches the path
+/// choose another cost: the entry of the template that the router has matched, with the prefix of each `nest`; or where there
+/// is none, the most specific one that covers that template, as `/admin/{*rest}` covers `/admin/users/{id}` and `/orders/7`
+/// does not cover `/orders/{id}`. Elsewhere (plain hyper or tower, a layer around the whole router) the table matches the path
 /// itself, the full one also inside `nest`. A path there that a lenient server may take for another one (by its case,
 /// doubled or trailing slashes, percent-encoding, `;parameters`) costs no less than that one.
 ///
 /// A CORS preflight (`OPTIONS` with `Access-Control-Request-Method`) is free unless an entry names `OPTIONS`. In front of a
-/// service that runs a handler whatever the method is, as tonic does, name both: `.route("/{*path}", n)` and
+/// service that runs a handler whatever the method is, as tonic and axum's `any` and `fallback` do, name both: `.route("/{*path}", n)` and
 /// `.route("OPTIONS /{*path}", n)`, or whoever calls a request a preflight pays nothing.
 ///
 /// # Example
@@ -166,6 +184,8 @@ pub struct CostTable {
     by_path_any: matchit::Router<usize>,
     /// Servers differ about the path of a template, such as one with capitals.
     ambiguous: bool,
+    /// A template has a parameter, so that it may cover others.
+    patterns: bool,
 }
 
 /// A template and its costs.
@@ -205,6 +225,7 @@ impl CostTable {
             by_path: Vec::new(),
             by_path_any: matchit::Router::new(),
             ambiguous: false,
+            patterns: false,
         }
     }
 
@@ -253,6 +274,7 @@ impl CostTable {
 
     fn insert(&mut self, route: &str, cost: u64) -> Result<(), String> {
         let (method, text) = parse_route(route)?;
+        self.patterns |= text.contains('{');
         self.ambiguous |= lenient::is_ambiguous(&unnamed(text).map(char::from).collect::<String>());
         let index = self.position(text).unwrap_or_else(|| {
             let index = self.templates.len();
@@ -298,10 +320,12 @@ impl CostTable {
         self.by_template.find(hash(template), same).copied()
     }
 
-    /// What the entries of the template say that the router has matched.
+    /// What the table says of the template that the router has matched: its own entry, or else the most specific one that
+    /// covers all of its paths. Both are the operator's, so that what a client writes plays no part in it.
     #[cfg(feature = "axum")]
     fn find_template(&self, method: &Method, template: &str) -> Option<Found> {
-        self.templates[self.position(template)?].find(method)
+        let own = self.position(template).and_then(|index| self.templates[index].find(method));
+        own.or_else(|| if self.patterns { self.find_path(method, template) } else { None })
     }
 
     /// What the most specific template that matches the path says.

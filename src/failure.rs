@@ -82,7 +82,9 @@ impl Failures {
             None => {
                 *outage = Some(Outage { failures: 1, last: now });
                 self.failing.store(true, Ordering::Relaxed);
-                log::warning!("a check of the store failed ({why}): {policy:?} applies to those that do");
+                log::warning!(
+                    "a check of the store failed ({why}): requests whose check fails are decided by {policy:?}"
+                );
             }
         }
     }

@@ -220,6 +220,12 @@ pub enum NoKey {
 /// let limit = Limit::new("per-tenant", Quota::per_minute(600))
 ///     .key_by(|parts: &Parts| parts.extensions.get::<Tenant>().map(|tenant| BucketKey::id(tenant.0.to_le_bytes())));
 /// ```
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` finds no key",
+    note = "a key is found by `ApiKey`, `ClientIp`, `Identity`, `Global`, or a closure with the type of its argument: \
+            `|parts: &Parts| -> Option<BucketKey> {{ … }}`",
+    note = "`ClientIp::forwarded(…)` needs `.trusted_proxies(…)` or `.hops(…)`"
+)]
 pub trait KeyExtractor: Send + Sync + 'static {
     /// Finds the bucket key.
     ///

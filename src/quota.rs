@@ -50,6 +50,7 @@ impl Quota {
     ///
     /// When the quota is not one of those [accepted](Self); [`try_per_second`](Self::try_per_second) returns the error.
     #[must_use]
+    #[track_caller]
     pub const fn per_second(tokens: u64) -> Self {
         Self::new(tokens, Duration::from_secs(1))
     }
@@ -60,6 +61,7 @@ impl Quota {
     ///
     /// When the quota is not one of those [accepted](Self).
     #[must_use]
+    #[track_caller]
     pub const fn per_minute(tokens: u64) -> Self {
         Self::new(tokens, Duration::from_secs(60))
     }
@@ -70,6 +72,7 @@ impl Quota {
     ///
     /// When the quota is not one of those [accepted](Self).
     #[must_use]
+    #[track_caller]
     pub const fn per_hour(tokens: u64) -> Self {
         Self::new(tokens, Duration::from_secs(3600))
     }
@@ -80,6 +83,7 @@ impl Quota {
     ///
     /// When the quota is not one of those [accepted](Self).
     #[must_use]
+    #[track_caller]
     pub const fn per_day(tokens: u64) -> Self {
         Self::new(tokens, Duration::from_secs(86_400))
     }
@@ -90,6 +94,7 @@ impl Quota {
     ///
     /// When the quota is not one of those [accepted](Self).
     #[must_use]
+    #[track_caller]
     pub const fn new(tokens: u64, per: Duration) -> Self {
         Self::from_parts(tokens, tokens, per)
     }
@@ -101,6 +106,7 @@ impl Quota {
     ///
     /// When the quota is not one of those [accepted](Self).
     #[must_use]
+    #[track_caller]
     pub const fn from_parts(capacity: u64, tokens: u64, per: Duration) -> Self {
         match Self::check(capacity, tokens, per) {
             Ok(quota) => quota,
@@ -114,6 +120,7 @@ impl Quota {
     ///
     /// When the quota is not one of those [accepted](Self).
     #[must_use]
+    #[track_caller]
     pub const fn with_capacity(self, capacity: u64) -> Self {
         Self::from_parts(capacity, self.tokens, Duration::from_micros(self.per_us))
     }

@@ -268,6 +268,11 @@ const GRPC_PUSHBACK: HeaderName = HeaderName::from_static("grpc-retry-pushback-m
 ///         response
 ///     });
 /// ```
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` makes no response with the body `{B}`",
+    note = "a response to a refusal is made by `Problem`, `Empty`, or a closure with the type of its argument: \
+            `|rejection: &Rejection| -> Response<{B}> {{ … }}`"
+)]
 pub trait ResponseForRejection<B> {
     /// Makes the response.
     fn response_for_rejection(&self, rejection: &Rejection) -> Response<B>;

@@ -594,6 +594,50 @@ async fn a_preflight_costs_nothing_unless_the_table_names_options() {
     assert_eq!(cost_of(&closure, request("OPTIONS", "/", PREFLIGHT)).await, Some(0));
 }
 
+/// Behind a router the template is matched as the operator has written it: an entry with parameters covers those that are
+/// more specific, and a path that a client writes plays no part in it.
+#[tokio::test(start_paused = true)]
+async fn an_entry_covers_the_templates_of_a_router_that_have_none_of_their_own() {
+    let table = CostTable::new(1)
+        .route("POST /{*path}", 2)
+        .route("* /admin/{*rest}", 5)
+        .route("GET /admin/users/{name}", 6)
+        .route("GET /orders/7", 9)
+        .route("OPTIONS /{*path}", 3)
+        .exempt("GET /static/{*file}");
+    let routes = ["/orders", "/orders/{id}", "/admin/users/{id}", "/admin/reports", "/static/{name}"];
+    let router = routes.into_iter().fold(Router::new(), |router, route| router.route(route, any(ok)));
+    let nested = Router::new().nest("/admin", Router::new().route("/keys", any(ok)));
+    let app = router.merge(nested).layer(layer(limit("a", Quota::per_day(100)).cost(table)));
+    let cases = [
+        ("POST", "/orders", Some(2)),
+        ("GET", "/orders", Some(1)),
+        // The entry is for one path of the route's.
+        ("GET", "/orders/7", Some(1)),
+        ("GET", "/admin/users/3", Some(6)),
+        ("HEAD", "/admin/users/3", Some(6)),
+        ("DELETE", "/admin/users/3", Some(5)),
+        ("POST", "/admin/reports", Some(5)),
+        ("GET", "/admin/keys", Some(5)),
+        ("GET", "/static/a.css", Some(0)),
+        ("GET", "/nowhere", Some(1)),
+        ("POST", "/nowhere", Some(2)),
+    ];
+    check_costs(&app, &cases).await;
+    // Handlers of `any` ignore the method, so that a preflight is a call like any other.
+    for path in ["/orders", "/orders/7", "/nowhere"] {
+        assert_eq!(cost_of(&app, request("OPTIONS", path, PREFLIGHT)).await, Some(3), "{path}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_number_is_a_cost() {
+    let app = app(layer(limit("a", Quota::per_day(9)).cost(5)));
+    assert_eq!(cost_of(&app, request("GET", "/", "")).await, Some(5));
+    let build = || Limit::try_new("a", Quota::per_day(9)).unwrap().try_cost(10);
+    assert!(build().unwrap_err().to_string().contains("every request"), "{}", build().unwrap_err());
+}
+
 #[tokio::test(start_paused = true)]
 async fn options_that_are_no_preflight_pay() {
     let app = app(layer(limit("a", Quota::per_day(100)).cost(CostTable::new(1).route("* /", 2))));

@@ -287,7 +287,9 @@ impl Node {
         }
         let address = self.address().unwrap_or_else(|| "(a given connection)".to_owned());
         match change {
-            Change::Opened => log::warning!("Redis at {address} is not asked for a moment: it fails ({why})"),
+            Change::Opened => log::warning!(
+                "Redis at {address} has failed a few times in a row, and is not asked until it answers a probe ({why})"
+            ),
             Change::Closed(after) => log::warning!("Redis at {address} answers again, after {after:.1?}"),
         }
     }
