@@ -118,7 +118,7 @@ impl fmt::Display for ConfigError {
             Self::CostAboveCapacity { limit, entry, cost, capacity } => write!(
                 f,
                 "cost {cost} of {entry} is above the capacity {capacity} of limit {limit:?}: \
-                 it could never pass, allowed are 0 to {capacity}"
+                 it could never pass, allowed are 0 to {capacity} (where plans have larger ones, `quota_by` comes first)"
             ),
             Self::Ipv6Prefix { bits } => write!(f, "ipv6_prefix {bits} is not allowed: 32 to 128 bits are"),
             Self::Network { network } => {

@@ -42,7 +42,7 @@ impl Access {
             return Err(refused("TLS needs the feature `rustls`"));
         }
         let form = "allowed are redis://[user:password@]host[:port][/database], the same with rediss for TLS, and \
-                    redis+unix:///path";
+                    redis+unix:///path; in a user and a password %, :, /, ?, # and @ are percent-encoded";
         let info = url.into_connection_info().map_err(|_| refused(form))?;
         let settings = info.redis_settings().clone().set_protocol(ProtocolVersion::RESP3);
         let keepalive = TcpKeepalive::new().with_time(KEEPALIVE);
