@@ -92,8 +92,14 @@ async fn a_flood_of_denials_ends_at_the_promised_moment() {
     }
     let early: u32 = tasks.join_all().await.iter().sum();
     sleep_until(promised).await;
-    let allowed = ask(&store, &take(quota, 1)).await.is_allowed();
-    assert_eq!(early + u32::from(allowed), 1, "at the promised moment, once");
+    let mut decision = ask(&store, &take(quota, 1)).await;
+    // Valkey 9.1 looks at its clock once a millisecond.
+    if let Some(wait) = decision.retry_after().filter(|_| early == 0) {
+        assert!(wait <= Duration::from_millis(1), "{wait:?} after the promised moment");
+        tokio::time::sleep(2 * wait).await;
+        decision = ask(&store, &take(quota, 1)).await;
+    }
+    assert_eq!(early + u32::from(decision.is_allowed()), 1, "at the promised moment, once");
 }
 
 #[tokio::test]
