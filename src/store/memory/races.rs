@@ -2,7 +2,6 @@
 //!
 //! Run by `tests/races`, with the time as an argument.
 
-use shuttle::sync::Arc;
 use shuttle::thread;
 
 use super::*;
@@ -35,10 +34,9 @@ fn charge(key: u64, capacity: u64, amount: Amount) -> Charge {
 
 /// A store with room for one bucket in each shard.
 fn narrow() -> Arc<Shared> {
-    let store = MemoryStore::bounded(SHARDS.0);
-    let shared = store.shared;
+    let shared = MemoryStore::bounded(SHARDS.0).shared;
     assert_eq!(shared.buckets_per_shard, 1);
-    Arc::from(std::sync::Arc::into_inner(shared).expect("the only handle"))
+    shared
 }
 
 /// Keys that share one shard.
@@ -56,10 +54,10 @@ fn level(shared: &Shared, key: u64, capacity: u64, now_us: u64) -> u64 {
 #[test]
 fn charges_to_several_buckets_are_one_step() {
     in_all_orders(|| {
-        let shared = Arc::from(std::sync::Arc::into_inner(MemoryStore::new().shared).expect("the only handle"));
+        let shared = MemoryStore::new().shared;
         let orders: [&[u64]; 3] = [&[0, 1, 2], &[2, 0], &[1, 2, 0]];
         let taken = together(orders.map(|keys| {
-            let shared: Arc<Shared> = Arc::clone(&shared);
+            let shared = Arc::clone(&shared);
             move || {
                 let charges: Vec<_> = keys.iter().map(|key| charge(*key, 3, Amount::Take(1))).collect();
                 let allowed = (0..2).filter(|_| shared.acquire(&charges, 0).is_allowed()).count() as u64;
@@ -120,18 +118,17 @@ fn the_bound_holds() {
         }));
         let all = allowed.into_iter().flatten().filter(|allowed| *allowed).count() as u64;
         // Six tokens, each from the bucket of one key or from that of the others.
-        let left: u64 = lock_all(&shared).map(|(level, capacity)| capacity - level).sum();
+        let left: u64 = levels(&shared).map(|(level, capacity)| capacity - level).sum();
         assert_eq!((all, left), (6, 6));
     });
 }
 
 /// Level and capacity of each bucket, in tokens.
-fn lock_all(shared: &Shared) -> impl Iterator<Item = (u64, u64)> {
+fn levels(shared: &Shared) -> impl Iterator<Item = (u64, u64)> {
     shared.shards.iter().flat_map(|shard| {
         let shard = lock(shard);
         let buckets = (0..shard.used).map(|place| *shard.bucket(place)).filter(|bucket| bucket.tokens > 0);
-        let levels = buckets.map(|bucket| (bucket.level as u64 / bucket.per_us, u64::from(bucket.capacity)));
-        levels.collect::<Vec<_>>()
+        buckets.map(|bucket| (bucket.level as u64 / bucket.per_us, u64::from(bucket.capacity))).collect::<Vec<_>>()
     })
 }
 
