@@ -209,12 +209,12 @@ impl MemoryStore {
     /// Goes on from what another store has said of a rate that adapts, at one `share`-th of it.
     pub(crate) fn go_on_from(&self, pacing: &Pacing, reply: PaceReply, share: u32) {
         let pace = |now_us| Pace::of_reply(reply, &pacing.settings, share, now_us);
-        self.shared.paces().go_on_from(pacing, || self.shared.now_us() + pace::BEGIN_US, pace);
+        self.shared.paces().go_on_from(pacing, || self.shared.pace_us(), pace);
     }
 
     /// Answers one question about a rate that adapts.
     pub(crate) fn pace_now(&self, pacing: &Pacing) -> PaceReply {
-        let (reply, is_overflow) = self.shared.paces().ask(pacing, || self.shared.now_us() + pace::BEGIN_US);
+        let (reply, is_overflow) = self.shared.paces().ask(pacing, || self.shared.pace_us());
         if is_overflow {
             self.shared.count_overflow();
         }
@@ -296,6 +296,11 @@ impl Shared {
         let elapsed = self.started.elapsed();
         // Not by `as_micros`, whose 128 bits are dear.
         elapsed.as_secs().saturating_mul(1_000_000).saturating_add(elapsed.subsec_micros().into())
+    }
+
+    /// The same for rates that adapt.
+    fn pace_us(&self) -> u64 {
+        self.now_us() + pace::BEGIN_US
     }
 
     fn name(&self, charge: &Charge) -> Name {
