@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 use crate::charge::LimitName;
 use crate::decision::{Decision, Outcome};
 use crate::quota::Quota;
-use crate::text::Text;
+use crate::text::{Text, small_number};
 
 /// Which fields tell a client how much is left. `Retry-After` is sent with every style.
 ///
@@ -185,9 +185,9 @@ fn policy(limit: &LimitName, quota: &Quota) -> HeaderValue {
 /// character that would have to be escaped.
 type Item = Text<128>;
 
-/// A number, without the buffer that `HeaderValue::from` allocates beside the value.
+/// A number, without the buffer that `HeaderValue::from` allocates beside the value; a small one without the value's.
 pub(crate) fn number_value(number: u64) -> HeaderValue {
-    value(Text::<20>::new().push_number(number))
+    small_number(number).map_or_else(|| value(Text::<20>::new().push_number(number)), HeaderValue::from_static)
 }
 
 fn value<const N: usize>(item: &Text<N>) -> HeaderValue {

@@ -89,9 +89,48 @@ impl<const N: usize> Text<N> {
     }
 }
 
+/// The numbers from 0 to 999 in a row, in three digits each.
+const NUMBERS: &str = {
+    const DIGITS: [u8; 3_000] = {
+        let mut digits = [b'0'; 3_000];
+        let mut i = 0;
+        while i < 1_000 {
+            digits[3 * i] += (i / 100) as u8;
+            digits[3 * i + 1] += (i / 10 % 10) as u8;
+            digits[3 * i + 2] += (i % 10) as u8;
+            i += 1;
+        }
+        digits
+    };
+    match std::str::from_utf8(&DIGITS) {
+        Ok(digits) => digits,
+        Err(_) => unreachable!(),
+    }
+};
+
+/// The decimal digits of a number below 1 000: nothing has to be made for it.
+pub(crate) fn small_number(number: u64) -> Option<&'static str> {
+    let digits = match number {
+        0..=9 => 1,
+        10..=99 => 2,
+        100..=999 => 3,
+        _ => return None,
+    };
+    let end = 3 * number as usize + 3;
+    NUMBERS.get(end - digits..end)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn small_numbers_are_those_below_a_thousand() {
+        for number in 0..1_000 {
+            assert_eq!(small_number(number), Some(number.to_string().as_str()));
+        }
+        assert_eq!((small_number(1_000), small_number(u64::MAX)), (None, None));
+    }
 
     #[test]
     fn text_and_numbers_are_joined_and_cut_at_the_end() {

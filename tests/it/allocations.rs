@@ -112,11 +112,17 @@ fn more_limits_allocate_no_more_than_two() {
 }
 
 #[test]
-fn a_refusal_with_everything_allocates_six_times_and_for_the_insert_of_its_decision() {
-    let mut service = layer(&[by_key("a", Quota::per_day(3))], HeaderStyle::Draft11).layer(Handler::default());
-    (0..5).for_each(|_| drop(answer(&mut service)));
-    let (response, all) = answer(&mut service);
-    assert_eq!((response.status().as_u16(), response.headers().len()), (429, 6));
-    // The map of the extensions, its table, and the decision.
-    assert_eq!(all - 3, 6, "the map of the headers twice, three values, and the body");
+fn a_refusal_with_everything_allocates_four_times_and_for_the_insert_of_its_decision() {
+    for (quota, wait) in [(Quota::per_minute(3), 0), (Quota::per_day(3), 1)] {
+        let mut service = layer(&[by_key("a", quota)], HeaderStyle::Draft11).layer(Handler::default());
+        (0..5).for_each(|_| drop(answer(&mut service)));
+        let (response, all) = answer(&mut service);
+        assert_eq!((response.status().as_u16(), response.headers().len()), (429, 6));
+        // The map of the extensions, its table, and the decision.
+        assert_eq!(
+            all - 3,
+            4 + wait,
+            "the map of the headers twice, RateLimit, the body, and a wait of 1 000 s or more"
+        );
+    }
 }
