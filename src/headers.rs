@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 use crate::charge::LimitName;
 use crate::decision::{Decision, Outcome};
 use crate::quota::Quota;
-use crate::text::{Text, small_number};
+use crate::text::{Sink, Text, small_number};
 
 /// Which fields tell a client how much is left. `Retry-After` is sent with every style.
 ///

@@ -4,13 +4,12 @@ use bytes::Bytes;
 use http::header::{CACHE_CONTROL, CONTENT_LENGTH, CONTENT_TYPE, HeaderName, RETRY_AFTER, WWW_AUTHENTICATE};
 use http::request::Parts;
 use http::{HeaderMap, HeaderValue, Method, Response, StatusCode};
-use smallvec::SmallVec;
 use std::time::Duration;
 
 use crate::decision::Decision;
 use crate::headers::{HeaderStyle, number_value, seconds, write_fields};
 use crate::key::NoKey;
-use crate::text::Text;
+use crate::text::{Sink, Text, Written};
 
 /// Why a request did not reach the inner service, and how it asked.
 #[derive(Clone, Debug)]
@@ -138,77 +137,12 @@ impl Rejection {
         })
     }
 
-    /// The problem as far as it is the same for all requests: type, title, status, and the name of what comes next.
-    fn opening(&self) -> &'static [u8] {
-        match &self.reason {
-            Reason::Denied | Reason::TooDear => concat!(
-                r#"{"type":"https://iana.org/assignments/http-problem-types#quota-exceeded","#,
-                r#""title":"Request cannot be satisfied as assigned quota has been exceeded","status":429,"detail":""#
-            )
-            .as_bytes(),
-            Reason::NoKey(NoKey::Peer) => {
-                br#"{"type":"about:blank","title":"Service Unavailable","status":503,"detail":""#
-            }
-            Reason::NoKey(NoKey::Credential(_) | NoKey::Identity) => {
-                br#"{"type":"about:blank","title":"Unauthorized","status":401,"detail":""#
-            }
-            Reason::StoreFailed { .. } => concat!(
-                r#"{"type":"https://iana.org/assignments/http-problem-types#temporary-reduced-capacity","#,
-                r#""title":"Request cannot be satisfied due to temporary server capacity constraints","#,
-                r#""status":503,"detail":""#
-            )
-            .as_bytes(),
-        }
-    }
-
-    /// Passes on what happened, in parts: the numbers among them are written here.
-    fn with_detail<T>(&self, pass_on: impl FnOnce(&[&[u8]]) -> T) -> T {
+    /// What happened.
+    fn detail(&self) -> Detail<'_> {
         let bound = self.decision.bound();
         let (limit, cost) = bound.map_or(("", 0), |outcome| (outcome.limit(), outcome.cost()));
-        let (limit, cost) = (limit.as_bytes(), *Text::<20>::new().push_number(cost));
-        match &self.reason {
-            Reason::Denied => {
-                let wait = *Text::<20>::new().push_number(self.decision.retry_after().map_or(1, seconds));
-                let (has, cost) = (b" has too few tokens for a cost of ", cost.as_bytes());
-                pass_on(&[b"limit ", limit, has, cost, b"; they are there in ", wait.as_bytes(), b" s"])
-            }
-            Reason::TooDear => {
-                let capacity = bound.map_or(0, |outcome| outcome.quota().capacity());
-                let capacity = *Text::<20>::new().push_number(capacity);
-                let (cost, is_above) = (cost.as_bytes(), b" is above the capacity of ");
-                let end = b"; no wait helps";
-                pass_on(&[b"the cost of ", cost, is_above, capacity.as_bytes(), b" of limit ", limit, end])
-            }
-            Reason::NoKey(NoKey::Credential(header)) => {
-                pass_on(&[b"an accepted key in the header ", header.as_str().as_bytes(), b" is required"])
-            }
-            Reason::NoKey(NoKey::Identity) => pass_on(&[b"the request has no identity to charge"]),
-            Reason::NoKey(NoKey::Peer) => pass_on(&[b"the server does not know the address of its peer"]),
-            Reason::StoreFailed { .. } => pass_on(&[b"the store of the rate limit does not answer"]),
-        }
-    }
-
-    /// The body of the default response, RFC 9457. Every text in it is our own or has passed a check, so nothing in it
-    /// has to be escaped.
-    fn problem(&self) -> Vec<u8> {
-        self.with_detail(|detail| {
-            // Collected first, so that the text is written once, in as many bytes as it has.
-            let mut json: SmallVec<[&[u8]; 24]> = SmallVec::new();
-            json.push(self.opening());
-            json.extend_from_slice(detail);
-            let mut end: &[u8] = b"\"}";
-            if matches!(self.reason, Reason::Denied | Reason::TooDear) {
-                json.push(br#"","violated-policies":["#);
-                end = b"]}";
-                for (i, name) in self.violated().enumerate() {
-                    json.push(if i == 0 { b"\"" } else { b"\",\"" });
-                    json.push(name.as_bytes());
-                    end = b"\"]}";
-                }
-            }
-            json.push(end);
-            json.concat()
-        })
+        let capacity = bound.map_or(0, |outcome| outcome.quota().capacity());
+        Detail { reason: &self.reason, limit, cost, capacity, wait: self.retry_after().map_or(1, seconds) }
     }
 
     /// The response without a body: status, and for gRPC the trailers in the place of headers.
@@ -218,8 +152,7 @@ impl Rejection {
         if let Some(content_type) = &self.grpc {
             headers.insert(CONTENT_TYPE, content_type.clone());
             headers.insert(GRPC_STATUS, self.grpc_status());
-            if let Ok(message) = HeaderValue::from_maybe_shared(Bytes::from(self.with_detail(|detail| detail.concat())))
-            {
+            if let Ok(message) = HeaderValue::from_maybe_shared(self.detail().to_bytes()) {
                 headers.insert(GRPC_MESSAGE, message);
             }
             return response;
@@ -237,6 +170,87 @@ impl Rejection {
             }
             _ => HeaderValue::from_static("Bearer"),
         }
+    }
+}
+
+/// What happened, in words.
+struct Detail<'a> {
+    reason: &'a Reason,
+    limit: &'a str,
+    cost: u64,
+    capacity: u64,
+    /// In seconds.
+    wait: u64,
+}
+
+impl Written for Detail<'_> {
+    #[inline]
+    fn write(&self, to: &mut impl Sink) {
+        match self.reason {
+            Reason::Denied => to
+                .push("limit ")
+                .push(self.limit)
+                .push(" has too few tokens for a cost of ")
+                .push_number(self.cost)
+                .push("; they are there in ")
+                .push_number(self.wait)
+                .push(" s"),
+            Reason::TooDear => to
+                .push("the cost of ")
+                .push_number(self.cost)
+                .push(" is above the capacity of ")
+                .push_number(self.capacity)
+                .push(" of limit ")
+                .push(self.limit)
+                .push("; no wait helps"),
+            Reason::NoKey(NoKey::Credential(header)) => {
+                to.push("an accepted key in the header ").push(header.as_str()).push(" is required")
+            }
+            Reason::NoKey(NoKey::Identity) => to.push("the request has no identity to charge"),
+            Reason::NoKey(NoKey::Peer) => to.push("the server does not know the address of its peer"),
+            Reason::StoreFailed { .. } => to.push("the store of the rate limit does not answer"),
+        };
+    }
+}
+
+/// The body of the default response, RFC 9457. Every text in it is our own or has passed a check, so nothing in it has to
+/// be escaped.
+struct Json<'a> {
+    rejection: &'a Rejection,
+    detail: Detail<'a>,
+}
+
+impl Written for Json<'_> {
+    #[inline]
+    fn write(&self, to: &mut impl Sink) {
+        to.push(match self.detail.reason {
+            Reason::Denied | Reason::TooDear => concat!(
+                r#"{"type":"https://iana.org/assignments/http-problem-types#quota-exceeded","#,
+                r#""title":"Request cannot be satisfied as assigned quota has been exceeded","status":429,"detail":""#
+            ),
+            Reason::NoKey(NoKey::Peer) => {
+                r#"{"type":"about:blank","title":"Service Unavailable","status":503,"detail":""#
+            }
+            Reason::NoKey(NoKey::Credential(_) | NoKey::Identity) => {
+                r#"{"type":"about:blank","title":"Unauthorized","status":401,"detail":""#
+            }
+            Reason::StoreFailed { .. } => concat!(
+                r#"{"type":"https://iana.org/assignments/http-problem-types#temporary-reduced-capacity","#,
+                r#""title":"Request cannot be satisfied due to temporary server capacity constraints","#,
+                r#""status":503,"detail":""#
+            ),
+        });
+        self.detail.write(to);
+        let mut end = r#""}"#;
+        if matches!(self.detail.reason, Reason::Denied | Reason::TooDear) {
+            to.push(r#"","violated-policies":["#);
+            end = "]}";
+            for (i, name) in self.rejection.violated().enumerate() {
+                to.push(if i == 0 { r#"""# } else { r#"",""# }).push(name);
+                end = r#""]}"#;
+            }
+        }
+        to.push(end);
     }
 }
 
@@ -297,9 +311,9 @@ impl<B: From<Bytes>> ResponseForRejection<B> for Problem {
         if rejection.is_grpc() {
             return rejection.response(B::from(Bytes::new()));
         }
-        let json = rejection.problem();
+        let json = Json { rejection, detail: rejection.detail() }.to_bytes();
         let length = number_value(json.len() as u64);
-        let body = if rejection.is_head() { Bytes::new() } else { Bytes::from(json) };
+        let body = if rejection.is_head() { Bytes::new() } else { json };
         let mut response = rejection.response(B::from(body));
         response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
         // `HEAD` has the length that `GET` would have.

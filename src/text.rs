@@ -1,4 +1,7 @@
-//! Text in a fixed buffer: for header fields without an allocation, and for messages that `const fn` can build.
+//! Text in a fixed buffer, for header fields without an allocation and for messages that `const fn` can build; and text
+//! whose length is known before it is written.
+
+use bytes::Bytes;
 
 /// At most `N` bytes of ASCII; what does not fit is cut off.
 #[derive(Clone, Copy)]
@@ -48,9 +51,29 @@ impl<const N: usize> Text<N> {
         self
     }
 
-    /// Appends `part` in place: where a buffer that is handed on would be copied for each part.
+    pub(crate) const fn as_bytes(&self) -> &[u8] {
+        self.bytes.split_at(self.len).0
+    }
+
+    pub(crate) const fn as_str(&self) -> &str {
+        match std::str::from_utf8(self.as_bytes()) {
+            Ok(text) => text,
+            Err(_) => "",
+        }
+    }
+}
+
+/// Takes ASCII text in place: what is handed on would be copied for each part.
+pub(crate) trait Sink {
+    fn push(&mut self, part: &str) -> &mut Self;
+
+    /// Appends `number` in decimal digits.
+    fn push_number(&mut self, number: u64) -> &mut Self;
+}
+
+impl<const N: usize> Sink for Text<N> {
     #[inline]
-    pub(crate) fn push(&mut self, part: &str) -> &mut Self {
+    fn push(&mut self, part: &str) -> &mut Self {
         debug_assert!(part.is_ascii());
         match self.bytes.get_mut(self.len..self.len + part.len()) {
             Some(room) => {
@@ -62,10 +85,9 @@ impl<const N: usize> Text<N> {
         self
     }
 
-    /// Appends `number` in decimal digits, in place.
     #[inline]
-    pub(crate) fn push_number(&mut self, number: u64) -> &mut Self {
-        let end = self.len + number.checked_ilog10().unwrap_or(0) as usize + 1;
+    fn push_number(&mut self, number: u64) -> &mut Self {
+        let end = self.len + digits(number);
         let mut rest = number;
         for i in (self.len..end).rev() {
             if let Some(digit) = self.bytes.get_mut(i) {
@@ -76,17 +98,61 @@ impl<const N: usize> Text<N> {
         self.len = end.min(N);
         self
     }
+}
 
-    pub(crate) const fn as_bytes(&self) -> &[u8] {
-        self.bytes.split_at(self.len).0
+impl Sink for Vec<u8> {
+    #[inline]
+    fn push(&mut self, part: &str) -> &mut Self {
+        self.extend_from_slice(part.as_bytes());
+        self
     }
 
-    pub(crate) const fn as_str(&self) -> &str {
-        match std::str::from_utf8(self.as_bytes()) {
-            Ok(text) => text,
-            Err(_) => "",
+    #[inline]
+    fn push_number(&mut self, number: u64) -> &mut Self {
+        match small_number(number) {
+            Some(digits) => self.extend_from_slice(digits.as_bytes()),
+            None => self.extend_from_slice(Text::<20>::new().push_number(number).as_bytes()),
         }
+        self
     }
+}
+
+/// Takes nothing but the length.
+struct Length(usize);
+
+impl Sink for Length {
+    #[inline]
+    fn push(&mut self, part: &str) -> &mut Self {
+        self.0 += part.len();
+        self
+    }
+
+    #[inline]
+    fn push_number(&mut self, number: u64) -> &mut Self {
+        self.0 += digits(number);
+        self
+    }
+}
+
+/// Text that can be written more than once.
+pub(crate) trait Written {
+    fn write(&self, to: &mut impl Sink);
+
+    /// The text, for which its length is written first: one allocation of as many bytes as it has.
+    #[inline]
+    fn to_bytes(&self) -> Bytes {
+        let mut length = Length(0);
+        self.write(&mut length);
+        let mut text = Vec::with_capacity(length.0);
+        self.write(&mut text);
+        Bytes::from(text)
+    }
+}
+
+/// How many decimal digits a number has.
+#[inline]
+fn digits(number: u64) -> usize {
+    number.checked_ilog10().unwrap_or(0) as usize + 1
 }
 
 /// The numbers from 0 to 999 in a row, in three digits each.
