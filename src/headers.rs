@@ -100,29 +100,48 @@ pub(crate) fn write_fields(headers: &mut HeaderMap, decision: &Decision, style: 
 }
 
 fn write_draft_11(headers: &mut HeaderMap, decision: &Decision) {
-    let mut enforced = decision.outcomes().iter().filter(|outcome| !outcome.is_shadow());
-    let Some(first) = enforced.next() else { return };
-    let (policies, levels) = match enforced.next() {
-        None => (Some(first.policy()), level(first).map(|item| value(&item))),
-        Some(second) => {
-            let (mut policies, mut levels) = (List::new(), List::new());
-            for outcome in [first, second].into_iter().chain(enforced) {
-                join(&mut policies, outcome.policy().as_bytes());
-                if let Some(item) = level(outcome) {
-                    join(&mut levels, item.as_bytes());
-                }
-            }
-            let line = |list: &List| HeaderValue::from_bytes(list).ok().filter(|line| !line.is_empty());
-            (line(&policies), line(&levels))
-        }
-    };
     // Few responses have the fields already, so they are not looked for first.
-    if policies.is_some_and(|line| headers.append(RATELIMIT_POLICY, line)) {
+    if policies(decision).is_some_and(|line| headers.append(RATELIMIT_POLICY, line)) {
         join_lines(headers, RATELIMIT_POLICY);
     }
-    if levels.is_some_and(|line| headers.append(RATELIMIT, line)) {
+    if levels(decision).is_some_and(|line| headers.append(RATELIMIT, line)) {
         join_lines(headers, RATELIMIT);
     }
+}
+
+/// `RateLimit-Policy`.
+#[inline]
+pub(crate) fn policies(decision: &Decision) -> Option<HeaderValue> {
+    let list = |list: &mut List, outcome: &Outcome| join(list, outcome.policy().as_bytes());
+    line(decision, |outcome| Some(outcome.policy()), list)
+}
+
+/// `RateLimit`.
+#[inline]
+pub(crate) fn levels(decision: &Decision) -> Option<HeaderValue> {
+    let list = |list: &mut List, outcome: &Outcome| {
+        if let Some(item) = level(outcome) {
+            join(list, item.as_bytes());
+        }
+    };
+    line(decision, |outcome| level(outcome).map(|item| value(&item)), list)
+}
+
+/// The items of all enforced limits; that of one limit is the whole line.
+#[inline]
+fn line(
+    decision: &Decision,
+    item: impl FnOnce(&Outcome) -> Option<HeaderValue>,
+    list: impl Fn(&mut List, &Outcome),
+) -> Option<HeaderValue> {
+    let mut enforced = decision.outcomes().iter().filter(|outcome| !outcome.is_shadow());
+    let first = enforced.next()?;
+    let Some(second) = enforced.next() else { return item(first) };
+    let mut line = List::new();
+    for outcome in [first, second].into_iter().chain(enforced) {
+        list(&mut line, outcome);
+    }
+    HeaderValue::from_bytes(&line).ok().filter(|line| !line.is_empty())
 }
 
 /// The item of `RateLimit`.

@@ -1,7 +1,8 @@
 //! The response to a request that does not reach the inner service.
 
-use bytes::Bytes;
-use http::header::{CACHE_CONTROL, CONTENT_LENGTH, CONTENT_TYPE, HeaderName, RETRY_AFTER, WWW_AUTHENTICATE};
+mod problem;
+
+use http::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderName, RETRY_AFTER, WWW_AUTHENTICATE};
 use http::request::Parts;
 use http::{HeaderMap, HeaderValue, Method, Response, StatusCode};
 use std::time::Duration;
@@ -9,7 +10,10 @@ use std::time::Duration;
 use crate::decision::Decision;
 use crate::headers::{HeaderStyle, number_value, seconds, write_fields};
 use crate::key::NoKey;
-use crate::text::{Sink, Text, Written};
+use crate::text::{Text, Written};
+use problem::Detail;
+
+pub use problem::Problem;
 
 /// Why a request did not reach the inner service, and how it asked.
 #[derive(Clone, Debug)]
@@ -137,14 +141,6 @@ impl Rejection {
         })
     }
 
-    /// What happened.
-    fn detail(&self) -> Detail<'_> {
-        let bound = self.decision.bound();
-        let (limit, cost) = bound.map_or(("", 0), |outcome| (outcome.limit(), outcome.cost()));
-        let capacity = bound.map_or(0, |outcome| outcome.quota().capacity());
-        Detail { reason: &self.reason, limit, cost, capacity, wait: self.retry_after().map_or(1, seconds) }
-    }
-
     /// The response without a body: status, and for gRPC the trailers in the place of headers.
     fn response<B>(&self, body: B) -> Response<B> {
         let mut response = Response::new(body);
@@ -152,12 +148,24 @@ impl Rejection {
         if let Some(content_type) = &self.grpc {
             headers.insert(CONTENT_TYPE, content_type.clone());
             headers.insert(GRPC_STATUS, self.grpc_status());
-            if let Ok(message) = HeaderValue::from_maybe_shared(self.detail().to_bytes()) {
+            if let Ok(message) = HeaderValue::from_maybe_shared(Detail::of(self).to_bytes()) {
                 headers.insert(GRPC_MESSAGE, message);
             }
             return response;
         }
         *response.status_mut() = self.status();
+        response
+    }
+
+    /// Adds the fields that the response leaves out.
+    fn complete<B>(&self, mut response: Response<B>, style: HeaderStyle) -> Response<B> {
+        let unauthorized = response.status() == StatusCode::UNAUTHORIZED;
+        let headers = response.headers_mut();
+        if unauthorized && matches!(self.reason, Reason::NoKey(_)) {
+            insert_missing(headers, WWW_AUTHENTICATE, || self.challenge());
+        }
+        add_missing(headers, self);
+        write_fields(headers, &self.decision, style);
         response
     }
 
@@ -173,87 +181,7 @@ impl Rejection {
     }
 }
 
-/// What happened, in words.
-struct Detail<'a> {
-    reason: &'a Reason,
-    limit: &'a str,
-    cost: u64,
-    capacity: u64,
-    /// In seconds.
-    wait: u64,
-}
-
-impl Written for Detail<'_> {
-    #[inline]
-    fn write(&self, to: &mut impl Sink) {
-        match self.reason {
-            Reason::Denied => to
-                .push("limit ")
-                .push(self.limit)
-                .push(" has too few tokens for a cost of ")
-                .push_number(self.cost)
-                .push("; they are there in ")
-                .push_number(self.wait)
-                .push(" s"),
-            Reason::TooDear => to
-                .push("the cost of ")
-                .push_number(self.cost)
-                .push(" is above the capacity of ")
-                .push_number(self.capacity)
-                .push(" of limit ")
-                .push(self.limit)
-                .push("; no wait helps"),
-            Reason::NoKey(NoKey::Credential(header)) => {
-                to.push("an accepted key in the header ").push(header.as_str()).push(" is required")
-            }
-            Reason::NoKey(NoKey::Identity) => to.push("the request has no identity to charge"),
-            Reason::NoKey(NoKey::Peer) => to.push("the server does not know the address of its peer"),
-            Reason::StoreFailed { .. } => to.push("the store of the rate limit does not answer"),
-        };
-    }
-}
-
-/// The body of the default response, RFC 9457. Every text in it is our own or has passed a check, so nothing in it has to
-/// be escaped.
-struct Json<'a> {
-    rejection: &'a Rejection,
-    detail: Detail<'a>,
-}
-
-impl Written for Json<'_> {
-    #[inline]
-    fn write(&self, to: &mut impl Sink) {
-        to.push(match self.detail.reason {
-            Reason::Denied | Reason::TooDear => concat!(
-                r#"{"type":"https://iana.org/assignments/http-problem-types#quota-exceeded","#,
-                r#""title":"Request cannot be satisfied as assigned quota has been exceeded","status":429,"detail":""#
-            ),
-            Reason::NoKey(NoKey::Peer) => {
-                r#"{"type":"about:blank","title":"Service Unavailable","status":503,"detail":""#
-            }
-            Reason::NoKey(NoKey::Credential(_) | NoKey::Identity) => {
-                r#"{"type":"about:blank","title":"Unauthorized","status":401,"detail":""#
-            }
-            Reason::StoreFailed { .. } => concat!(
-                r#"{"type":"https://iana.org/assignments/http-problem-types#temporary-reduced-capacity","#,
-                r#""title":"Request cannot be satisfied due to temporary server capacity constraints","#,
-                r#""status":503,"detail":""#
-            ),
-        });
-        self.detail.write(to);
-        let mut end = r#""}"#;
-        if matches!(self.detail.reason, Reason::Denied | Reason::TooDear) {
-            to.push(r#"","violated-policies":["#);
-            end = "]}";
-            for (i, name) in self.rejection.violated().enumerate() {
-                to.push(if i == 0 { r#"""# } else { r#"",""# }).push(name);
-                end = r#""]}"#;
-            }
-        }
-        to.push(end);
-    }
-}
-
+const NO_STORE: HeaderValue = HeaderValue::from_static("no-store");
 /// What the content type of a gRPC request starts with.
 const GRPC: &[u8] = b"application/grpc";
 const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
@@ -290,6 +218,12 @@ const GRPC_PUSHBACK: HeaderName = HeaderName::from_static("grpc-retry-pushback-m
 pub trait ResponseForRejection<B> {
     /// Makes the response.
     fn response_for_rejection(&self, rejection: &Rejection) -> Response<B>;
+
+    // Not for implementers: `Problem` alone knows beforehand which fields the layer will add.
+    #[doc(hidden)]
+    fn complete_response(&self, rejection: &Rejection, style: HeaderStyle) -> Response<B> {
+        rejection.complete(self.response_for_rejection(rejection), style)
+    }
 }
 
 impl<F, B> ResponseForRejection<B> for F
@@ -298,27 +232,6 @@ where
 {
     fn response_for_rejection(&self, rejection: &Rejection) -> Response<B> {
         self(rejection)
-    }
-}
-
-/// The default response: `application/problem+json` (RFC 9457), without a body for `HEAD` and gRPC. For bodies that
-/// are `From<Bytes>`, as those of axum and `http-body-util::Full` are.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Problem;
-
-impl<B: From<Bytes>> ResponseForRejection<B> for Problem {
-    fn response_for_rejection(&self, rejection: &Rejection) -> Response<B> {
-        if rejection.is_grpc() {
-            return rejection.response(B::from(Bytes::new()));
-        }
-        let json = Json { rejection, detail: rejection.detail() }.to_bytes();
-        let length = number_value(json.len() as u64);
-        let body = if rejection.is_head() { Bytes::new() } else { json };
-        let mut response = rejection.response(B::from(body));
-        response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
-        // `HEAD` has the length that `GET` would have.
-        response.headers_mut().insert(CONTENT_LENGTH, length);
-        response
     }
 }
 
@@ -348,12 +261,7 @@ impl<B: Default> ResponseForRejection<B> for Empty {
 
 /// The whole response: what `how` makes of the rejection, with the fields that it left out.
 pub(crate) fn respond<B>(how: &impl ResponseForRejection<B>, rejection: Rejection, style: HeaderStyle) -> Response<B> {
-    let mut response = how.response_for_rejection(&rejection);
-    if response.status() == StatusCode::UNAUTHORIZED && matches!(rejection.reason, Reason::NoKey(_)) {
-        insert_missing(response.headers_mut(), WWW_AUTHENTICATE, || rejection.challenge());
-    }
-    add_missing(response.headers_mut(), &rejection);
-    write_fields(response.headers_mut(), &rejection.decision, style);
+    let mut response = how.complete_response(&rejection, style);
     response.extensions_mut().insert(rejection.decision);
     response
 }
@@ -380,5 +288,5 @@ fn add_missing(headers: &mut HeaderMap, rejection: &Rejection) {
     } else if let Some(wait) = wait {
         insert_missing(headers, RETRY_AFTER, || number_value(seconds(wait)));
     }
-    insert_missing(headers, CACHE_CONTROL, || HeaderValue::from_static("no-store"));
+    insert_missing(headers, CACHE_CONTROL, || NO_STORE);
 }
