@@ -7,12 +7,9 @@ use http::header::{AUTHORIZATION, HeaderName};
 use http::request::Parts;
 
 use crate::error::{ConfigError, or_panic};
-use crate::key::{BucketKey, KeyExtractor, NoKey, header_name};
+use crate::key::{BucketKey, CREDENTIAL_MAX, KeyExtractor, NoKey, header_name};
 
 type Accepts = dyn Fn(&str) -> bool + Send + Sync;
-
-/// A credential longer than this counts as none, in bytes.
-const CREDENTIAL_MAX: usize = 512;
 
 /// Keys buckets by an API key in a request header.
 ///

@@ -1,5 +1,7 @@
 //! Whose bucket a request is charged to.
 
+mod recent;
+
 use std::fmt;
 use std::marker::PhantomData;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -14,8 +16,13 @@ use crate::error::ConfigError;
 /// secret of its own.
 const HASH_KEY: &[u8; 32] = b"tower-token-bucket v1 bucket key";
 
+/// A credential longer than this counts as none, in bytes.
+pub(crate) const CREDENTIAL_MAX: usize = 512;
+
+type Hash128 = [u8; 16];
+
 /// The keyed 128-bit hash under which credentials and foreign text are known.
-pub(crate) fn hash_128(text: &[u8]) -> [u8; 16] {
+pub(crate) fn hash_128(text: &[u8]) -> Hash128 {
     first_128(&blake3::keyed_hash(HASH_KEY, text))
 }
 
@@ -30,12 +37,12 @@ impl SecretKey {
         Self(blake3::derive_key("tower-token-bucket v1 store secret", secret))
     }
 
-    fn hash_128(&self, hash: [u8; 16]) -> [u8; 16] {
+    fn hash_128(&self, hash: Hash128) -> Hash128 {
         first_128(&blake3::keyed_hash(&self.0, &hash))
     }
 }
 
-fn first_128(hash: &blake3::Hash) -> [u8; 16] {
+fn first_128(hash: &blake3::Hash) -> Hash128 {
     let mut short = [0; 16];
     short.copy_from_slice(&hash.as_bytes()[..16]);
     short
@@ -67,8 +74,8 @@ enum Who {
     Global,
     V4(Ipv4Addr),
     V6(Ipv6Addr, u8),
-    Key([u8; 16]),
-    Id([u8; 16]),
+    Key(Hash128),
+    Id(Hash128),
 }
 
 impl BucketKey {
@@ -120,13 +127,13 @@ impl BucketKey {
     /// The bucket of a credential, which is kept as a keyed hash only.
     #[must_use]
     pub fn credential(credential: impl AsRef<[u8]>) -> Self {
-        Self(Who::Key(hash_128(credential.as_ref())))
+        Self(Who::Key(recent::recall(credential.as_ref(), hash_128)))
     }
 
     /// The bucket of any other identity: a user, a tenant, an endpoint. The text is kept as a keyed hash only.
     #[must_use]
     pub fn id(id: impl AsRef<[u8]>) -> Self {
-        Self(Who::Id(hash_128(id.as_ref())))
+        Self(Who::Id(recent::recall(id.as_ref(), hash_128)))
     }
 }
 
