@@ -67,22 +67,33 @@ pub(crate) const fn canonical(address: IpAddr) -> IpAddr {
 /// [`Display`](fmt::Display) writes the name as stores do: `ip:203.0.113.9`, `ip:2001:db8::/64`, `key:<32 hex>`,
 /// `id:<32 hex>` or `global`. [`Debug`] shows the kind only.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub struct BucketKey(Who);
+pub struct BucketKey {
+    kind: Kind,
+    /// How many bits of an IPv6 address count.
+    prefix: u8,
+    /// The address as a number, or the hash. Beside the kind and not in it, so that keys of all kinds are moved and named in
+    /// one way.
+    bits: [u8; 16],
+}
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-enum Who {
+enum Kind {
     Global,
-    V4(Ipv4Addr),
-    V6(Ipv6Addr, u8),
-    Key(Hash128),
-    Id(Hash128),
+    V4,
+    V6,
+    Key,
+    Id,
 }
 
 impl BucketKey {
+    const fn new(kind: Kind, bits: [u8; 16]) -> Self {
+        Self { kind, prefix: 0, bits }
+    }
+
     /// The one bucket that all requests share.
     #[must_use]
     pub const fn global() -> Self {
-        Self(Who::Global)
+        Self::new(Kind::Global, [0; 16])
     }
 
     /// The bucket of a client address. An IPv4-mapped IPv6 address is its IPv4 address; of an IPv6 address the first
@@ -101,39 +112,30 @@ impl BucketKey {
     #[inline]
     pub(crate) const fn canonical_prefix(address: IpAddr, bits: u8) -> Self {
         match address {
-            IpAddr::V4(address) => Self(Who::V4(address)),
+            IpAddr::V4(address) => Self::new(Kind::V4, (address.to_bits() as u128).to_le_bytes()),
             IpAddr::V6(address) => {
                 let host_bits = 128 - if bits > 128 { 128 } else { bits as u32 };
                 let mask = if host_bits == 128 { 0 } else { u128::MAX << host_bits };
-                Self(Who::V6(Ipv6Addr::from_bits(address.to_bits() & mask), bits))
+                Self { prefix: bits, ..Self::new(Kind::V6, (address.to_bits() & mask).to_le_bytes()) }
             }
         }
     }
 
-    pub(crate) const WORDS: usize = 3;
-
-    /// The same as words of a fixed number, which no two keys share.
-    pub(crate) fn words(&self) -> [u64; Self::WORDS] {
-        let of = |kind: u64, bits: u128| [kind, bits as u64, (bits >> 64) as u64];
-        match self.0 {
-            Who::Global => of(0, 0),
-            Who::V4(address) => of(1, address.to_bits().into()),
-            Who::V6(network, bits) => of(2 | u64::from(bits) << 8, network.to_bits()),
-            Who::Key(hash) => of(3, u128::from_le_bytes(hash)),
-            Who::Id(hash) => of(4, u128::from_le_bytes(hash)),
-        }
+    /// The same as two numbers, which no two keys share: a small one for what it is, and the address or the hash.
+    pub(crate) fn numbers(&self) -> (u16, u128) {
+        (u16::from_le_bytes([self.kind as u8, self.prefix]), u128::from_le_bytes(self.bits))
     }
 
     /// The bucket of a credential, which is kept as a keyed hash only.
     #[must_use]
     pub fn credential(credential: impl AsRef<[u8]>) -> Self {
-        Self(Who::Key(recent::recall(credential.as_ref(), hash_128)))
+        Self::new(Kind::Key, recent::recall(credential.as_ref(), hash_128))
     }
 
     /// The bucket of any other identity: a user, a tenant, an endpoint. The text is kept as a keyed hash only.
     #[must_use]
     pub fn id(id: impl AsRef<[u8]>) -> Self {
-        Self(Who::Id(recent::recall(id.as_ref(), hash_128)))
+        Self::new(Kind::Id, recent::recall(id.as_ref(), hash_128))
     }
 }
 
@@ -141,33 +143,34 @@ impl BucketKey {
 impl BucketKey {
     /// The same key as it is known under a secret: what is a hash already is hashed again.
     pub(crate) fn under(&self, secret: &SecretKey) -> Self {
-        Self(match self.0 {
-            Who::Key(hash) => Who::Key(secret.hash_128(hash)),
-            Who::Id(hash) => Who::Id(secret.hash_128(hash)),
-            Who::Global | Who::V4(_) | Who::V6(..) => self.0,
-        })
+        match self.kind {
+            Kind::Key | Kind::Id => Self::new(self.kind, secret.hash_128(self.bits)),
+            Kind::Global | Kind::V4 | Kind::V6 => *self,
+        }
     }
 }
 
 impl fmt::Display for BucketKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.0 {
-            Who::Global => f.write_str("global"),
-            Who::V4(address) => write!(f, "ip:{address}"),
-            Who::V6(network, bits) => write!(f, "ip:{network}/{bits}"),
-            Who::Key(hash) => write!(f, "key:{:032x}", u128::from_be_bytes(*hash)),
-            Who::Id(hash) => write!(f, "id:{:032x}", u128::from_be_bytes(*hash)),
+        let number = u128::from_le_bytes(self.bits);
+        let hash = u128::from_be_bytes(self.bits);
+        match self.kind {
+            Kind::Global => f.write_str("global"),
+            Kind::V4 => write!(f, "ip:{}", Ipv4Addr::from_bits(number as u32)),
+            Kind::V6 => write!(f, "ip:{}/{}", Ipv6Addr::from_bits(number), self.prefix),
+            Kind::Key => write!(f, "key:{hash:032x}"),
+            Kind::Id => write!(f, "id:{hash:032x}"),
         }
     }
 }
 
 impl fmt::Debug for BucketKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let kind = match self.0 {
-            Who::Global => "global",
-            Who::V4(..) | Who::V6(..) => "ip",
-            Who::Key(..) => "key",
-            Who::Id(..) => "id",
+        let kind = match self.kind {
+            Kind::Global => "global",
+            Kind::V4 | Kind::V6 => "ip",
+            Kind::Key => "key",
+            Kind::Id => "id",
         };
         write!(f, "BucketKey({kind})")
     }

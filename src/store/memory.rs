@@ -15,7 +15,6 @@ use crate::bucket::{self, State};
 use crate::charge::Charge;
 use crate::decision::{Decision, Reply};
 use crate::error::ConfigError;
-use crate::key::BucketKey;
 use crate::outbound::{AdaptiveStore, Paced, Pacer, Pacing, Rates};
 use crate::pace::{self, Pace, PaceReply};
 use crate::quota::Quota;
@@ -116,8 +115,13 @@ type Name = [u64; 2];
 
 /// Makes 128-bit names by multiply-shift hashing (Dietzfelbinger 1996): two different buckets have the same name with a
 /// probability of 2⁻¹²⁸, whoever chooses their keys, since the multipliers are random and nothing tells them.
+///
+/// Each half of a name is a hash of 64 bits of the key's number, plus a half of what is known beforehand: the hash of the
+/// limit, and the kind of key. The hashes of two numbers differ by each value with a probability of 2⁻⁶⁴, so also by the
+/// one that makes up for what else differs. One number has one hash, and then the names differ as what is known does: always
+/// under one limit, and under two unless their own hashes, which no client chooses, are less than 2¹⁶ apart.
 struct Names {
-    multipliers: [[u128; Self::WORDS]; 2],
+    multipliers: [[u128; 2]; 2],
     addends: [u128; 2],
 }
 
@@ -253,26 +257,25 @@ fn lock(shard: &Mutex<Shard>) -> MutexGuard<'_, Shard> {
 }
 
 impl Names {
-    /// Of a limit, and of a key.
-    const WORDS: usize = 2 + BucketKey::WORDS;
-    /// In the place of a key's words, for the bucket that keys without one share: no key has these.
-    const OVERFLOW: [u64; BucketKey::WORDS] = [u64::MAX, 0, 0];
+    /// In the place of a key's numbers, for the bucket that keys without one share: no key has these.
+    const OVERFLOW: (u16, u128) = (u16::MAX, 0);
 
     fn random() -> Self {
         let random = RandomState::new();
-        let words = |i: usize| (u128::from(random.hash_one(2 * i)) << 64) | u128::from(random.hash_one(2 * i + 1));
-        let multipliers = std::array::from_fn(|half| std::array::from_fn(|i| words(half * Self::WORDS + i)));
-        Self { multipliers, addends: std::array::from_fn(|half| words(2 * Self::WORDS + half)) }
+        let number = |i: usize| (u128::from(random.hash_one(2 * i)) << 64) | u128::from(random.hash_one(2 * i + 1));
+        Self { multipliers: [[number(0), number(1)], [number(2), number(3)]], addends: [number(4), number(5)] }
     }
 
-    fn name(&self, limit: u128, key: [u64; BucketKey::WORDS]) -> Name {
-        let words = [limit as u64, (limit >> 64) as u64, key[0], key[1], key[2]];
+    fn name(&self, limit: u128, (kind, number): (u16, u128)) -> Name {
+        let known = limit.wrapping_add(kind.into());
+        let halves = |number: u128| [number as u64, (number >> 64) as u64];
+        let (known, words) = (halves(known), halves(number));
         std::array::from_fn(|half| {
             let products = words.iter().zip(&self.multipliers[half]);
             let sum = products.fold(self.addends[half], |sum, (word, multiplier)| {
                 sum.wrapping_add(multiplier.wrapping_mul(u128::from(*word)))
             });
-            mix((sum >> 64) as u64)
+            mix(known[half].wrapping_add((sum >> 64) as u64))
         })
     }
 }
@@ -304,7 +307,7 @@ impl Shared {
     }
 
     fn name(&self, charge: &Charge) -> Name {
-        self.names.name(charge.limit().hash_128(), charge.key().words())
+        self.names.name(charge.limit().hash_128(), charge.key().numbers())
     }
 
     /// The number of the shard; chains are told apart by the other half of the name.
@@ -627,6 +630,20 @@ mod races;
 #[cfg(all(test, not(shuttle)))]
 mod tests {
     use super::*;
+    use crate::key::BucketKey;
+
+    #[test]
+    fn keys_of_one_number_have_names_of_their_own() {
+        let [v4, v6] = ["0.0.0.0", "::"].map(|address| address.parse().unwrap());
+        let prefixes = (0..=128).map(|bits| BucketKey::ip_prefix(v6, bits));
+        let keys = [BucketKey::global(), BucketKey::ip(v4)].into_iter().chain(prefixes).map(|key| key.numbers());
+        let keys: Vec<(u16, u128)> = keys.chain([Names::OVERFLOW]).collect();
+        assert!(keys.iter().all(|(_, number)| *number == 0));
+        let (names, mut known) = (Names::random(), std::collections::HashSet::new());
+        for limit in ["a", "b"].map(|name| crate::charge::LimitName::try_new(name).unwrap().hash_128()) {
+            keys.iter().for_each(|key| assert!(known.insert(names.name(limit, *key)), "{key:?}"));
+        }
+    }
 
     /// Names that are alike in the bits that number a chain, and others.
     fn name(i: u64) -> Name {
