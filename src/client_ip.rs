@@ -143,13 +143,14 @@ impl ClientIp {
 
     /// The client's address, folded to IPv4 where it is one in IPv6 clothes; `None` when there is no peer.
     fn address(&self, parts: &Parts) -> Option<IpAddr> {
-        let peer = match &self.peer_by {
-            Some(peer_by) => peer_by(parts),
-            None => peer(parts),
-        };
-        let peer = canonical(peer?);
-        let forwarded = self.forwarded.as_ref().and_then(|forwarded| forwarded.address(parts, peer));
-        Some(forwarded.unwrap_or(peer))
+        let peer = canonical(match &self.peer_by {
+            Some(peer_by) => peer_by(parts)?,
+            None => peer(parts)?.ip(),
+        });
+        match &self.forwarded {
+            Some(forwarded) => Some(forwarded.address(parts, peer).unwrap_or(peer)),
+            None => Some(peer),
+        }
     }
 }
 
@@ -216,6 +217,7 @@ impl ForwardedBy {
 
 impl Forwarded {
     /// The address that the header gives; `None` for that of the peer.
+    #[inline(never)] // so that it takes nothing from those who only ask for the peer
     fn address(&self, parts: &Parts, peer: IpAddr) -> Option<IpAddr> {
         let lines = || parts.headers.get_all(&self.header).iter().map(|line| line.as_bytes());
         match &self.trust {
@@ -255,7 +257,7 @@ fn network(text: &str) -> Result<IpNet, ConfigError> {
     parse().ok_or_else(|| ConfigError::Network { network: text.to_owned() })
 }
 
-fn peer(parts: &Parts) -> Option<IpAddr> {
+fn peer(parts: &Parts) -> Option<&SocketAddr> {
     let extensions = &parts.extensions;
     #[cfg(feature = "axum")]
     {
@@ -263,13 +265,13 @@ fn peer(parts: &Parts) -> Option<IpAddr> {
         use axum::extract::connect_info::MockConnectInfo;
 
         if let Some(ConnectInfo(peer)) = extensions.get::<ConnectInfo<SocketAddr>>() {
-            return Some(peer.ip());
+            return Some(peer);
         }
         if let Some(MockConnectInfo(peer)) = extensions.get::<MockConnectInfo<SocketAddr>>() {
-            return Some(peer.ip());
+            return Some(peer);
         }
     }
-    extensions.get::<SocketAddr>().map(SocketAddr::ip)
+    extensions.get()
 }
 
 impl KeyExtractor for ClientIp {
