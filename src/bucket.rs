@@ -86,8 +86,8 @@ impl Reading {
             let capacity = quota.capacity();
             return Self { at_us: now_us, capacity, level: full, refilled: full, behind: false };
         };
-        let level = level_under(stored, quota);
-        let behind = stored.at_us > now_us.saturating_add(AHEAD_MAX_US);
+        let level = if stored.is_of(quota) { stored.level } else { level_under(*stored, quota) };
+        let behind = stored.at_us.saturating_sub(now_us) > AHEAD_MAX_US;
         let at_us = if behind { now_us } else { stored.at_us };
         // A product that does not fit would fill any bucket, as the largest one that fits does.
         let earned = now_us.saturating_sub(at_us).saturating_mul(quota.tokens());
@@ -105,13 +105,11 @@ impl Reading {
     }
 }
 
-/// The stored level in units of `quota`: whole tokens are kept, the part of one is rounded down, and a smaller capacity
-/// clamps, a debt as well.
-fn level_under(stored: &State, quota: &Quota) -> i64 {
+/// The stored level in units of another quota: whole tokens are kept, the part of one is rounded down, and a smaller
+/// capacity clamps, a debt as well.
+#[inline(never)]
+fn level_under(stored: State, quota: &Quota) -> i64 {
     let capacity = quota.capacity();
-    if stored.is_of(quota) {
-        return stored.level;
-    }
     let per_us = stored.per_us as i64;
     let whole = stored.level.div_euclid(per_us);
     let part = stored.level.rem_euclid(per_us) as u128;
@@ -151,6 +149,7 @@ fn step(stored: Option<&State>, quota: &Quota, amount: Amount, now_us: u64) -> (
 /// The two writes that a charge may make that refuses, neither of which takes a token: to bring back a time that lies too
 /// far ahead, and to extend a life that this quota, being slower, has made too short for the wait that was promised. A
 /// full bucket refuses what can never pass, so that nothing is promised, and a larger quota may have more in it.
+#[inline]
 fn keep(stored: Option<&State>, reading: &Reading, quota: &Quota) -> Option<State> {
     let stored = stored.filter(|_| reading.refilled < quota.full())?;
     // The same quota would live as long.

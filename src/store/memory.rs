@@ -333,7 +333,7 @@ impl Shared {
             if let Some(place) = shard.find(name) {
                 let bucket = shard.bucket_mut(place);
                 let state = bucket.read(Some(&charge.quota()), now_us);
-                let now_us = latest(now_us, std::slice::from_ref(&state));
+                let now_us = state.map_or(now_us, |state| now_us.max(state.at_us));
                 let (reply, written) = bucket::acquire_one(charge, state.as_ref(), now_us);
                 bucket.set(written);
                 return reply;
