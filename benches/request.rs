@@ -16,8 +16,9 @@ use std::convert::Infallible;
 use std::future::{Ready, ready};
 use std::hint::black_box;
 use std::net::SocketAddr;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::process::Command;
+use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
@@ -25,6 +26,7 @@ use axum::extract::ConnectInfo;
 use bytes::Bytes;
 use callgrind::Counts;
 use http::header::CONTENT_TYPE;
+use http::request::Parts;
 use http::{HeaderValue, Request, Response};
 use http_body_util::Full;
 use tower::{Layer, Service};
@@ -98,6 +100,63 @@ impl Service<Request<Body>> for Refusal {
             response.extensions_mut().insert(decision.clone());
         }
         ready(Ok(response))
+    }
+}
+
+/// What a layer cannot do without that reads `Parts`, does nothing before it is polled, and calls a service that is ready:
+/// no limits, no key, no store, and no state but these.
+#[derive(Clone)]
+struct Skeleton {
+    inner: Handler,
+    decision: Arc<Decision>,
+}
+
+struct SkeletonFuture {
+    inner: Option<Handler>,
+    parts: Option<Parts>,
+    body: Option<Body>,
+    given: Arc<Decision>,
+    decision: Option<Decision>,
+    response: Option<Ready<Result<Response<Body>, Infallible>>>,
+}
+
+impl Service<Request<Body>> for Skeleton {
+    type Response = Response<Body>;
+    type Error = Infallible;
+    type Future = SkeletonFuture;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        self.inner.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        let clone = self.inner.clone();
+        let inner = Some(std::mem::replace(&mut self.inner, clone));
+        let (parts, body) = request.into_parts();
+        let (parts, body, given) = (Some(parts), Some(body), Arc::clone(&self.decision));
+        SkeletonFuture { inner, parts, body, given, decision: None, response: None }
+    }
+}
+
+impl Future for SkeletonFuture {
+    type Output = Result<Response<Body>, Infallible>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = &mut *self;
+        if let (Some(mut inner), Some(mut parts), Some(body)) = (this.inner.take(), this.parts.take(), this.body.take())
+        {
+            let decision = this.decision.insert(black_box(Decision::clone(&this.given)));
+            parts.extensions.insert(decision.clone());
+            this.response = Some(inner.call(Request::from_parts(parts, body)));
+        }
+        let mut output = Pin::new(this.response.as_mut().expect("a call")).poll(cx);
+        if let Poll::Ready(Ok(response)) = &mut output {
+            this.response = None;
+            if let Some(decision) = this.decision.take() {
+                response.extensions_mut().insert(decision);
+            }
+        }
+        output
     }
 }
 
@@ -204,7 +263,7 @@ const CLONE: &str = "a clone of a decision";
 const REFUSAL: &str = "a refusal for nothing";
 const REFUSAL_INSERTS: &str = "a refusal for nothing, inserting its decision";
 
-const CASES: [Case; 22] = {
+const CASES: [Case; 23] = {
     use HeaderStyle::{Draft11, Legacy, Off};
     const fn case(name: &'static str, run: fn() -> Run, without: &'static [&'static str]) -> Case {
         Case { name, run, without, targets: None }
@@ -219,6 +278,11 @@ const CASES: [Case; 22] = {
         case(CLONE, clones, &[]),
         case(REFUSAL, || run(Refusal(None)), &[]),
         case(REFUSAL_INSERTS, || run(Refusal(Some(decision(true)))), &[]),
+        case(
+            "a skeleton of a layer",
+            || run(Skeleton { inner: HANDLER, decision: decision(false).into() }),
+            &[INSERTS],
+        ),
         target("allowed: peer, no fields", || admitting(false, Off), &[INSERTS], (450.0, 0.0)),
         target("allowed: header key, no fields", || admitting(true, Off), &[INSERTS], (800.0, 0.0)),
         target("allowed: header key, Draft11", || admitting(true, Draft11), &[INSERTS], (1_850.0, 1.0)),
