@@ -6,6 +6,7 @@ use shuttle::thread;
 
 use super::*;
 use crate::charge::{Amount, LimitName};
+use crate::key::BucketKey;
 use crate::outbound::AdaptiveRate;
 use crate::pace::{PaceAsk, PaceSettings};
 
