@@ -12,8 +12,9 @@ use crate::error::{ConfigError, or_panic};
 
 /// Finds the cost of a request, in tokens.
 ///
-/// Implemented by [`CostTable`], by `u64` (the same for every request), and by closures from `&http::request::Parts` to `u64`. A cost of 0 charges nothing and
-/// asks no store. A cost above the capacity can never pass: the answer is 429 without `Retry-After`.
+/// Implemented by [`CostTable`], by `u64` (the same for every request), and by closures from `&http::request::Parts` to
+/// `u64`. A cost of 0 charges nothing and asks no store. A cost above the capacity can never pass: the answer is 429 without
+/// `Retry-After`.
 ///
 /// # Example
 ///
@@ -26,6 +27,8 @@ use crate::error::{ConfigError, or_panic};
 ///     let length = parts.headers.get("content-length").and_then(|value| value.to_str().ok()?.parse().ok());
 ///     length.unwrap_or(0u64).div_ceil(1 << 20).max(1)
 /// });
+/// // The same for every request.
+/// let limit = Limit::new("report", Quota::per_hour(60)).cost(5_u64);
 /// ```
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is no cost",
